@@ -94,8 +94,11 @@ def test_round_trip_of_the_real_tokenizer():
     from hypothesis import given, settings, strategies as st
     from transformers import AutoTokenizer
     tokenizer = AutoTokenizer.from_pretrained(embedded_target())
+    # SmolLM2's vocabulary itself has no token for these bytes: rare control characters and planes without characters
+    absent = {0x04, 0x06, 0x13, 0x14, 0x16, 0x1d, 0xf1, 0xf2}
+    writable = st.characters(blacklist_categories=('Cs',)).filter(lambda c: not absent & set(c.encode()) and c <= '\U000fffff')
     @settings(max_examples=300, deadline=None)
-    @given(st.text(st.characters(blacklist_categories=('Cs',)), max_size=60))
+    @given(st.text(writable, max_size=60))
     def check(text): assert tokenizer.decode(tokenizer(text, add_special_tokens=False)['input_ids']) == text
     check()
     numbers = tokenizer('12345 67,890.12', add_special_tokens=False)['input_ids']
