@@ -4,11 +4,12 @@
 
 # %% auto #0
 __all__ = ['QWEN3', 'GEMMA4', 'QWEN3_KEYS', 'ContextLayout', 'context_layout', 'block_attention', 'Qwen3Rope', 'Gemma4Rope',
-           'apply_rope', 'DraftAttention', 'DraftLayer', 'Gemma4DraftAttention', 'Gemma4MLP', 'Gemma4DraftLayer',
-           'Family', 'draft_family', 'draft_shape']
+           'apply_rope', 'DraftAttention', 'Context', 'DraftLayer', 'Gemma4DraftAttention', 'Gemma4MLP',
+           'Gemma4DraftLayer', 'Family', 'draft_family', 'draft_shape']
 
 # %% ../../nbs/24_draft_blocks.ipynb #c003
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -149,11 +150,23 @@ class DraftAttention(nn.Module):
         return apply_rope(self.k_norm(self.heads(self.k_proj(x))), rope), self.heads(self.v_proj(x))
 
     def forward(self, h_NKH, context_kv, rope_NK, layout):
+        "Output [N, K, H] of the slots; `context_kv` as `kv` gives it"
         q = apply_rope(self.q_norm(self.heads(self.q_proj(h_NKH))), rope_NK)
         o = block_attention(q, context_kv, self.kv(h_NKH, rope_NK), layout, self.scale)
         return self.o_proj(o.flatten(-2))
 
-# %% ../../nbs/24_draft_blocks.ipynb #c022
+# %% ../../nbs/24_draft_blocks.ipynb #c023
+class Context(NamedTuple):
+    "What blocks attend to: vectors with their rope angles, or keys and values made from them before"
+    vectors_TH:torch.Tensor|None=None # Before projection
+    rope_T:tuple|None=None # cos and sin of their positions
+    cached_kv:tuple|None=None # Keys and values [T, g, d] instead
+
+    def kv(self, attention)->tuple: # keys and values [T, g, d]
+        "Keys and values for one layer's attention"
+        return attention.kv(self.vectors_TH, self.rope_T) if self.cached_kv is None else self.cached_kv
+
+# %% ../../nbs/24_draft_blocks.ipynb #c024
 class DraftLayer(nn.Module):
     "Pre-norm residual layer, Qwen3-shaped"
     def __init__(self, config:PretrainedConfig):
@@ -163,11 +176,11 @@ class DraftLayer(nn.Module):
         self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    def forward(self, h_NKH, context_kv, rope_NK, layout):
-        h_NKH = h_NKH + self.self_attn(self.input_layernorm(h_NKH), context_kv, rope_NK, layout)
+    def forward(self, h_NKH, context:Context, rope_NK, layout):
+        h_NKH = h_NKH + self.self_attn(self.input_layernorm(h_NKH), context.kv(self.self_attn), rope_NK, layout)
         return h_NKH + self.mlp(self.post_attention_layernorm(h_NKH))
 
-# %% ../../nbs/24_draft_blocks.ipynb #c024
+# %% ../../nbs/24_draft_blocks.ipynb #c026
 class Gemma4DraftAttention(DraftAttention):
     "Gemma4's full attention with keys from the context and from the block"
     def __init__(self, config:PretrainedConfig):
@@ -206,13 +219,13 @@ class Gemma4DraftLayer(nn.Module):
             setattr(self, f'{name}_layernorm', Gemma4RMSNorm(config.hidden_size, eps=config.rms_norm_eps))
         self.register_buffer('layer_scalar', torch.ones(1))
 
-    def forward(self, h_NKH, context_kv, rope_NK, layout):
-        attended = self.self_attn(self.input_layernorm(h_NKH), context_kv, rope_NK, layout)
+    def forward(self, h_NKH, context:Context, rope_NK, layout):
+        attended = self.self_attn(self.input_layernorm(h_NKH), context.kv(self.self_attn), rope_NK, layout)
         h_NKH = h_NKH + self.post_attention_layernorm(attended)
         h_NKH = h_NKH + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(h_NKH)))
         return h_NKH*self.layer_scalar
 
-# %% ../../nbs/24_draft_blocks.ipynb #c026
+# %% ../../nbs/24_draft_blocks.ipynb #c028
 @dataclass(frozen=True, kw_only=True)
 class Family:
     "Classes a draft is built from"
@@ -238,7 +251,7 @@ def draft_family(
         raise ValueError(f"model_type {model_type!r}: no draft has this shape; known are {', '.join(families)}")
     return families[model_type]
 
-# %% ../../nbs/24_draft_blocks.ipynb #c029
+# %% ../../nbs/24_draft_blocks.ipynb #c031
 QWEN3_KEYS = ('vocab_size', 'hidden_size', 'intermediate_size', 'num_attention_heads', 'num_key_value_heads', 'hidden_act',
               'max_position_embeddings', 'initializer_range', 'rms_norm_eps', 'rope_parameters', 'pad_token_id', 'bos_token_id', 'eos_token_id')
 

@@ -33,6 +33,7 @@ class TrainConfig:
     save_steps:int=500 # Steps between checkpoints
     keep_last:int=2 # Checkpoints kept
     eval_steps:int|None=None # Steps between held-out acceptance measurements
+    tracker:str|None=None # wandb or trackio beside TensorBoard
 
     def __post_init__(self):
         for k in ('global_batch_size', 'micro_batch_size', 'max_length', 'loss_chunk', 'log_steps', 'save_steps', 'keep_last'):

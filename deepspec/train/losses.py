@@ -154,12 +154,13 @@ class DSparkLoss:
 def dspark_loss(
     draft:DSparkModel, # DSpark or DFlash
     batch:dict, # On the draft's device
-    blocks:Blocks, # Of the batch
+    blocks:Blocks, # Of the batch, on the CPU
     loss:DSparkLoss, # Weights of the terms
     terms=chunked_terms, # `plain_terms` for the oracle
 )->LossSums: # Sums, with Σ w as the denominator
     "The DSpark loss of a batch as sums (DSpark paper, joint loss)"
     h_NKH = draft(batch['target_hidden_states'], blocks)
+    blocks = blocks.to(draft.device)
     keep = blocks.supervised_NK
     slots = keep.nonzero()[:, 1]
     w_M = loss.slot_weights(draft.block_size).to(h_NKH.device)[slots]
