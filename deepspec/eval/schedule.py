@@ -27,15 +27,17 @@ class SpsTable:
     steps_per_s:tuple # One for each
 
     def __post_init__(self):
-        if not self.num_tokens or len(self.num_tokens) != len(self.steps_per_s) or list(self.num_tokens) != sorted(set(self.num_tokens)):
-            raise ValueError(f"SpsTable: sizes {self.num_tokens} must be ascending, with one speed each ({len(self.steps_per_s)} given)")
+        ascending = list(self.num_tokens) == sorted(set(self.num_tokens))
+        if not self.num_tokens or not ascending or len(self.num_tokens) != len(self.steps_per_s):
+            raise ValueError(f"SpsTable: sizes {self.num_tokens} must be ascending, with one speed each "
+                             f"({len(self.steps_per_s)} given); profile again")
         if min(self.num_tokens) < 1 or not all(s > 0 for s in self.steps_per_s):
             raise ValueError("SpsTable: sizes start at 1 token and speeds are above 0; profile again")
 
     def __call__(self, num_tokens:int)->float: # Passes a second
         "Speed of a pass; `ValueError` beyond the table"
         if num_tokens > self.num_tokens[-1]:
-            raise ValueError(f"a pass of {num_tokens} tokens is beyond the profiled {self.num_tokens[-1]}; profile larger sizes")
+            raise ValueError(f"a pass of {num_tokens} tokens is beyond the profiled {self.num_tokens[-1]}; profile it")
         return 1/float(np.interp(num_tokens, self.num_tokens, [1/s for s in self.steps_per_s]))
 
 # %% ../../nbs/43_schedule.ipynb #c008
@@ -156,8 +158,9 @@ def simulate(
         committed += sum(min(n, a) for n,a in zip(lengths, accepted)) + concurrency
         seconds += 1/table(concurrency + sum(lengths))
     cycles = concurrency*num_steps
-    return dict(concurrency=concurrency, tokens_per_s=committed/seconds, tokens_per_request_s=committed/seconds/concurrency,
-                acceptance_length=committed/cycles, verified_per_request=verified/cycles, verify_rate=committed/(verified + cycles))
+    return dict(concurrency=concurrency, tokens_per_s=committed/seconds,
+                tokens_per_request_s=committed/seconds/concurrency, acceptance_length=committed/cycles, verified_per_request=verified/cycles,
+                verify_rate=committed/(verified + cycles))
 
 # %% ../../nbs/43_schedule.ipynb #c030
 def default_policies(
@@ -181,12 +184,15 @@ def schedule_report(
     "Simulate every policy at every concurrency; `ValueError` if not even the smallest fits the table"
     recorded = load_recorded(cycles, draft)
     fits = [R for R in concurrencies if R*(1 + recorded.num_slots) <= table.num_tokens[-1]]
-    if not fits: raise ValueError(f"{concurrencies[0]} requests of {1 + recorded.num_slots} tokens outgrow the profiled {table.num_tokens[-1]}; profile larger passes")
-    found = {name: [simulate(recorded, policy(), table, R, temperatures, num_steps, seed) for R in fits]
-             for name,policy in default_policies(recorded.num_slots).items()}
-    report = dict(draft=draft, policies=found, table=dict(num_tokens=list(table.num_tokens), steps_per_s=list(table.steps_per_s)),
+    if not fits:
+        raise ValueError(f"{concurrencies[0]} requests of {1 + recorded.num_slots} tokens outgrow the profiled "
+                         f"{table.num_tokens[-1]}; profile larger passes")
+    run = lambda policy: [simulate(recorded, policy(), table, R, temperatures, num_steps, seed) for R in fits]
+    report = dict(draft=draft, policies={name: run(p) for name,p in default_policies(recorded.num_slots).items()},
+                  table={k: list(v) for k,v in vars(table).items()},
                   left_out=[R for R in concurrencies if R not in fits], num_cycles=len(recorded.logits_NK),
-                  run=run_record(cycles=str(cycles), temperatures=temperatures and list(temperatures), num_steps=num_steps, seed=seed))
+                  run=run_record(cycles=str(cycles), temperatures=temperatures and list(temperatures),
+                                 num_steps=num_steps, seed=seed))
     write_json(out, report)
     return report
 
