@@ -83,11 +83,14 @@ class TransformersEngine:
         width = max(map(len, prompts))
         input_ids_BS = torch.tensor([[self.pad_id]*(width - len(p)) + p for p in prompts], device=self.net.device)
         mask_BS = torch.tensor([[0]*(width - len(p)) + [1]*len(p) for p in prompts], device=self.net.device)
+        limit = getattr(self.net.config, 'max_position_embeddings', None) or 1 << 30
+        arguments = generate_arguments(request)
+        arguments['max_new_tokens'] = min(request.max_tokens, limit - width)
         torch.manual_seed(self.seed + self.num_batches)
         self.num_batches += 1
         with torch.inference_mode():
             out_BS = self.net.generate(input_ids=input_ids_BS, attention_mask=mask_BS, pad_token_id=self.pad_id, eos_token_id=list(self.stop_ids),
-                                       **generate_arguments(request))
+                                       **arguments)
         return [self._answer(p, row) for p,row in zip(prompts, out_BS[:, width:].tolist())]
 
     def _answer(self, prompt, row):

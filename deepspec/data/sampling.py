@@ -48,6 +48,8 @@ def sampling_preset(
     return PRESETS[found[0]]
 
 # %% ../../nbs/14b_sampling.ipynb #c012
+_PENALTY_TOKENS = 8192 # llama-server refuses -1 here, and a longer history than its slots' is none
+
 def wire_fields(
     sampling:Sampling, # What to ask for
     max_tokens:int, # Longest answer
@@ -58,7 +60,7 @@ def wire_fields(
     "Sampling as fields of an OpenAI chat completion request, under the names the server knows"
     fields = asdict(sampling)
     fields['chat_template_kwargs'] = dict(enable_thinking=fields.pop('thinking'))
-    if dialect == 'llamacpp': fields |= dict(repeat_penalty=fields.pop('repetition_penalty'), repeat_last_n=-1)
+    if dialect == 'llamacpp': fields |= dict(repeat_penalty=fields.pop('repetition_penalty'), repeat_last_n=_PENALTY_TOKENS)
     if seed is not None: fields['seed'] = seed
     if keep_token_ids: fields |= dict(logprobs=True, top_logprobs=1) if dialect == 'llamacpp' else dict(return_token_ids=True)
     return fields | dict(max_tokens=max_tokens)
