@@ -5,8 +5,9 @@
 # %% auto #0
 __all__ = ['WINDOW_BATCHES', 'MAX_PADDING', 'SMALL_BATCH', 'MIN_UNIT_NBYTES', 'MAX_UNITS', 'token_budget_batches', 'cut_by_sum',
            'capture_samples', 'UnitRecord', 'capture_unit', 'config_sha256', 'fingerprint', 'weights_sample',
-           'differences', 'unit_runs', 'BuildJob', 'unit_record', 'run_units', 'assemble', 'open_workspace',
-           'check_weights', 'check_room', 'make_settings', 'BuildSummary', 'build_cache', 'plan_from_jsonl', 'main']
+           'differences', 'unit_runs', 'BuildJob', 'unit_record', 'run_units', 'assemble', 'check_same',
+           'open_workspace', 'check_weights', 'check_room', 'make_settings', 'BuildSummary', 'run_job', 'make_job',
+           'build_cache', 'plan_from_jsonl', 'main']
 
 # %% ../../nbs/22_build_cache.ipynb #c003
 import hashlib, json, os, shutil, sys, time
@@ -211,6 +212,7 @@ class BuildJob:
     max_shard_bytes:int # A shard grows no further than this
     max_batch_tokens:int # Token budget of a batch
     non_finite:str # `stop` or `reject`
+    load:object # Function that loads the target
     @property
     def tmp(self)->Path: return self.out_dir/'_tmp'
     @property
@@ -272,8 +274,8 @@ def _final_shard(job, unit, shard_id, record)->ShardEntry:
     if source.exists(): os.rename(source, final)
     if not final.exists() or final.stat().st_size != record.num_bytes:
         raise ValueError(f"{final}: absent or cut short, expected {record.num_bytes} bytes; delete {job.all_done} and run the same build again")
-    return ShardEntry(shard_id=shard_id, file_name=final.name, extra=dict(
-        num_bytes=record.num_bytes, num_samples=record.num_samples, algorithm='xxh3-128', checksum=record.checksum))
+    facts = {k: v for k,v in asdict(record).items() if k != 'seconds'} # what `repair_cache` needs to make it a unit again
+    return ShardEntry(shard_id=shard_id, file_name=final.name, extra=facts|dict(algorithm='xxh3-128', unit=unit))
 
 def _final_index(job, unit, shard_id, first_id)->np.ndarray:
     "The unit's index records, numbered for the whole cache"
@@ -312,7 +314,11 @@ def _check_foreign(job):
     if foreign := sorted(p.name for p in job.out_dir.iterdir() if p.name not in known and not p.name.startswith('.')):
         raise ValueError(f"{job.out_dir}: holds {', '.join(foreign[:3])}, which no build put there; choose a new folder for the cache")
 
-def _check_same(job, saved, where):
+def check_same(
+    job:BuildJob, # Build
+    saved:dict, # Settings that are there
+    where, # File that holds them
+):
     "`ValueError` lists the settings in which the build that is there differs"
     if differ := differences(saved, job.settings):
         raise ValueError(f"{where}: made with other settings: {'; '.join(differ)}; use the same settings, or another folder")
@@ -337,7 +343,7 @@ def open_workspace(
             shutil.rmtree(old) if old.is_dir() else old.unlink(missing_ok=True)
         if not path.exists(): write_json(path, job.settings|dict(created_at=_now()))
     _wait_for(path, job)
-    if path.exists(): _check_same(job, read_json(path), path)
+    if path.exists(): check_same(job, read_json(path), path)
 
 def _now()->str:
     "UTC time, or the one that `SOURCE_DATE_EPOCH` fixes for reproducible builds"
@@ -440,7 +446,7 @@ def _tokens_left(job, table, runs)->int:
     "Tokens of the units that are not done"
     return sum(int(table.seq_lens[a:b].sum(dtype=np.int64)) for u,(a,b) in enumerate(runs) if unit_record(job.unit_dir(u)) is None)
 
-def _build(job, load, started)->BuildSummary:
+def run_job(job, started)->BuildSummary:
     "The build of one rank, in a workspace that is open"
     with Progress(len(job.parts.rows), 'tokenise') as progress: job.parts.make(job.rank, job.over, progress if job.rank.rank == 0 else None)
     if job.manifest_path.exists(): return _summary(job, read_manifest(job.out_dir), started)
@@ -453,17 +459,38 @@ def _build(job, load, started)->BuildSummary:
     _wait_for(job.tmp/'plan.txt', job)
     left,began = 0 if job.all_done.exists() else _tokens_left(job, table, runs),time.monotonic()
     with Progress(left//job.rank.world_size, 'capture', 'tokens') as progress:
-        if left: run_units(job, check_weights(job, load()), table, runs, _CaptureProgress(progress, job) if job.rank.rank == 0 else None)
+        if left: run_units(job, check_weights(job, job.load()), table, runs, _CaptureProgress(progress, job) if job.rank.rank == 0 else None)
     seconds = time.monotonic() - began
     if job.rank.rank == 0:
-        saved = read_json(job.tmp/'settings.json')
-        saved = {k: v for k,v in saved.items() if k != 'target_layer_ids'} # the manifest has it already
+        saved = {k: v for k,v in read_json(job.tmp/'settings.json').items() if k != 'target_layer_ids'} # the manifest has it already
         assemble(job, len(runs), saved|dict(dropped=table.dropped, **_versions()))
         shutil.rmtree(job.tmp)
     _wait_for(job.manifest_path, job)
     return _summary(job, validate_target_cache_manifest(job.out_dir), started, left, seconds)
 
 # %% ../../nbs/22_build_cache.ipynb #c046
+def make_job(
+    jsonl_paths, out_dir, target, template=None, target_layer_ids=None, max_length=4096, min_loss_tokens=14,
+    max_batch_tokens=8192, max_shard_bytes=64<<30, non_finite='stop', device=None, dtype=None,
+)->BuildJob: # As `build_cache` runs it
+    "The job that these arguments of `build_cache` describe; reads the sources and the target's configuration, no weights"
+    rank,paths,out_dir = Rank.from_env(),_source_paths(jsonl_paths),Path(out_dir)
+    if non_finite not in ('stop', 'reject'): raise ValueError(f"non_finite={non_finite!r}, expected 'stop' or 'reject'")
+    device,dtype = _device_dtype(device, dtype, rank)
+    loaded = target if isinstance(target, Target) else None
+    tokenizer,config = (loaded.tokenizer,loaded.config) if loaded else (load_tokenizer(target),target_config(target))
+    layer_ids,resolved = _choose_layers(target_layer_ids, config.num_hidden_layers),resolve_template(tokenizer, template)
+    settings = make_settings(
+        tokenizer, config, resolved, paths, target_model_name_or_path=loaded.name if loaded else str(target), source_jsonl_paths=paths,
+        chat_template=resolved.name, max_length=max_length, min_loss_tokens=min_loss_tokens, max_shard_bytes=max_shard_bytes,
+        target_layer_ids=list(layer_ids), target_dtype=str(loaded.dtype if loaded else dtype).removeprefix('torch.'))
+    parts = TokenParts(out_dir/'_tmp'/'tokens', JsonLineDataset(paths), min_loss_tokens=min_loss_tokens, tokenise=partial(
+        tokenize_conversations, tokenizer=tokenizer, template=resolved, max_length=max_length))
+    return BuildJob(out_dir=out_dir, rank=rank, parts=parts, shape=shape_from_config(config, len(layer_ids)), settings=settings,
+                    layer_ids=layer_ids, max_shard_bytes=max_shard_bytes, max_batch_tokens=max_batch_tokens, non_finite=non_finite,
+                    load=lambda: loaded or load_target(target, device, dtype))
+
+# %% ../../nbs/22_build_cache.ipynb #c047
 def build_cache(
     jsonl_paths, # JSONL file or files of conversations
     out_dir, # Folder of the cache; a build that was cut off there is resumed
@@ -479,29 +506,18 @@ def build_cache(
     dtype=None, # dtype of the target's weights; None is bfloat16 on a GPU, float32 on the CPU
 )->BuildSummary: # What was made
     "Capture the target's hidden states over conversations into a cache; run it in every rank of a launch, or alone"
-    started,rank,paths,out_dir = time.monotonic(),Rank.from_env(),_source_paths(jsonl_paths),Path(out_dir)
-    if non_finite not in ('stop', 'reject'): raise ValueError(f"non_finite={non_finite!r}, expected 'stop' or 'reject'")
-    device,dtype = _device_dtype(device, dtype, rank)
-    loaded = target if isinstance(target, Target) else None
-    tokenizer,config = (loaded.tokenizer,loaded.config) if loaded else (load_tokenizer(target),target_config(target))
-    layer_ids,resolved = _choose_layers(target_layer_ids, config.num_hidden_layers),resolve_template(tokenizer, template)
-    settings = make_settings(
-        tokenizer, config, resolved, paths, target_model_name_or_path=loaded.name if loaded else str(target), source_jsonl_paths=paths,
-        chat_template=resolved.name, max_length=max_length, min_loss_tokens=min_loss_tokens, max_shard_bytes=max_shard_bytes,
-        target_layer_ids=list(layer_ids), target_dtype=str(loaded.dtype if loaded else dtype).removeprefix('torch.'))
-    parts = TokenParts(out_dir/'_tmp'/'tokens', JsonLineDataset(paths), min_loss_tokens=min_loss_tokens, tokenise=partial(
-        tokenize_conversations, tokenizer=tokenizer, template=resolved, max_length=max_length))
-    job = BuildJob(out_dir=out_dir, rank=rank, parts=parts, shape=shape_from_config(config, len(layer_ids)), settings=settings,
-                   layer_ids=layer_ids, max_shard_bytes=max_shard_bytes, max_batch_tokens=max_batch_tokens, non_finite=non_finite)
-    with folder_lock(out_dir) if rank.rank == 0 else nullcontext():
+    started = time.monotonic()
+    job = make_job(jsonl_paths, out_dir, target, template, target_layer_ids, max_length, min_loss_tokens,
+                   max_batch_tokens, max_shard_bytes, non_finite, device, dtype)
+    with folder_lock(job.out_dir) if job.rank.rank == 0 else nullcontext():
         if job.manifest_path.exists():
-            manifest = validate_target_cache_manifest(out_dir)
-            _check_same(job, manifest.pack(), job.manifest_path)
+            manifest = validate_target_cache_manifest(job.out_dir)
+            check_same(job, manifest.pack(), job.manifest_path)
             return _summary(job, manifest, started)
         open_workspace(job)
-        return _build(job, lambda: loaded or load_target(target, device, dtype), started)
+        return run_job(job, started)
 
-# %% ../../nbs/22_build_cache.ipynb #c060
+# %% ../../nbs/22_build_cache.ipynb #c061
 def plan_from_jsonl(
     jsonl_paths, # JSONL file or files of conversations
     target:str=DEFAULT_TARGET, # Name, folder or hub id; only its tokenizer and configuration are read
@@ -526,7 +542,7 @@ def plan_from_jsonl(
     return plan_cache(shape_from_config(config, len(layer_ids)), lens, num_samples=round(len(lens)*total/max(len(chosen), 1)),
                       max_shard_bytes=max_shard_bytes, out_dir=out_dir, tokens_per_s=tokens_per_s)
 
-# %% ../../nbs/22_build_cache.ipynb #c063
+# %% ../../nbs/22_build_cache.ipynb #c064
 def main(argv=None):
     "Command line of `build_cache`; a user's mistake is one line and exit code 2"
     import argparse, inspect
