@@ -36,6 +36,9 @@ class DraftModel(nn.Module):
     @property
     def softcap(self)->float|None: # Gemma4 squashes its logits into this range
         return getattr(self.config, 'final_logit_softcapping', None)
+    def fsdp_units(self)->list: # Modules
+        "Modules that FSDP gathers one at a time; the rest is one unit"
+        return []
     @property
     def dtype(self): return self.lm_head.weight.dtype
     @property

@@ -132,27 +132,29 @@ def apply_rope(
 
 # %% ../../nbs/24_draft_blocks.ipynb #c021
 class DraftAttention(nn.Module):
-    "Qwen3's attention with keys from the context and from the block"
-    def __init__(self, config:PretrainedConfig):
+    "Qwen3's attention with keys from the context and from the block; `width` inputs, the hidden size unless said otherwise"
+    def __init__(self, config:PretrainedConfig, width:int|None=None):
         super().__init__()
         H,d = config.hidden_size,config.head_dim
         self.head_dim,self.scale = d, d**-.5
-        self.q_proj = nn.Linear(H, config.num_attention_heads*d, bias=False)
-        self.k_proj = nn.Linear(H, config.num_key_value_heads*d, bias=False)
-        self.v_proj = nn.Linear(H, config.num_key_value_heads*d, bias=False)
+        self.q_proj = nn.Linear(width or H, config.num_attention_heads*d, bias=False)
+        self.k_proj = nn.Linear(width or H, config.num_key_value_heads*d, bias=False)
+        self.v_proj = nn.Linear(width or H, config.num_key_value_heads*d, bias=False)
         self.o_proj = nn.Linear(config.num_attention_heads*d, H, bias=False)
         self.q_norm = Qwen3RMSNorm(d, eps=config.rms_norm_eps)
         self.k_norm = Qwen3RMSNorm(d, eps=config.rms_norm_eps)
 
     def heads(self, x): return x.unflatten(-1, (-1, self.head_dim))
+    def queries(self, x, rope):
+        "Queries [..., h, d], normed and rotated"
+        return apply_rope(self.q_norm(self.heads(self.q_proj(x))), rope)
     def kv(self, x, rope):
         "Keys, normed and rotated, and values [..., g, d] of either source"
         return apply_rope(self.k_norm(self.heads(self.k_proj(x))), rope), self.heads(self.v_proj(x))
 
     def forward(self, h_NKH, context_kv, rope_NK, layout):
         "Output [N, K, H] of the slots; `context_kv` as `kv` gives it"
-        q = apply_rope(self.q_norm(self.heads(self.q_proj(h_NKH))), rope_NK)
-        o = block_attention(q, context_kv, self.kv(h_NKH, rope_NK), layout, self.scale)
+        o = block_attention(self.queries(h_NKH, rope_NK), context_kv, self.kv(h_NKH, rope_NK), layout, self.scale)
         return self.o_proj(o.flatten(-2))
 
 # %% ../../nbs/24_draft_blocks.ipynb #c023
@@ -183,14 +185,14 @@ class DraftLayer(nn.Module):
 # %% ../../nbs/24_draft_blocks.ipynb #c026
 class Gemma4DraftAttention(DraftAttention):
     "Gemma4's full attention with keys from the context and from the block"
-    def __init__(self, config:PretrainedConfig):
+    def __init__(self, config:PretrainedConfig, width:int|None=None):
         nn.Module.__init__(self)
         layer,H = config.per_layer_config[0],config.hidden_size
         d,g = layer.head_dim,layer.num_key_value_heads
         self.head_dim,self.scale = d, 1.
-        self.q_proj = nn.Linear(H, config.num_attention_heads*d, bias=False)
-        self.k_proj = nn.Linear(H, g*d, bias=False)
-        if not config.attention_k_eq_v: self.v_proj = nn.Linear(H, g*d, bias=False)
+        self.q_proj = nn.Linear(width or H, config.num_attention_heads*d, bias=False)
+        self.k_proj = nn.Linear(width or H, g*d, bias=False)
+        if not config.attention_k_eq_v: self.v_proj = nn.Linear(width or H, g*d, bias=False)
         self.o_proj = nn.Linear(config.num_attention_heads*d, H, bias=False)
         self.q_norm,self.k_norm = (Gemma4RMSNorm(d, eps=config.rms_norm_eps) for _ in 'qk')
         self.v_norm = Gemma4RMSNorm(d, eps=config.rms_norm_eps, with_scale=False)
@@ -233,14 +235,17 @@ class Family:
     norm:type # RMSNorm(size, eps=)
     rope:type # Rotary embedding with fp32 frequencies
     layer:type # DSpark layer
+    attention:type # Attention(config, width)
+    mlp:type # MLP(config)
     embed:object # config -> embedding module
 
 def _scaled_embedding(config):
     return Gemma4TextScaledWordEmbedding(config.vocab_size, config.hidden_size, None, embed_scale=config.hidden_size**.5)
 
-QWEN3 = Family(prefix='Qwen3', norm=Qwen3RMSNorm, rope=Qwen3Rope, layer=DraftLayer,
+QWEN3 = Family(prefix='Qwen3', norm=Qwen3RMSNorm, rope=Qwen3Rope, layer=DraftLayer, attention=DraftAttention, mlp=Qwen3MLP,
                embed=lambda config: nn.Embedding(config.vocab_size, config.hidden_size))
-GEMMA4 = Family(prefix='Gemma4', norm=Gemma4RMSNorm, rope=Gemma4Rope, layer=Gemma4DraftLayer, embed=_scaled_embedding)
+GEMMA4 = Family(prefix='Gemma4', norm=Gemma4RMSNorm, rope=Gemma4Rope, layer=Gemma4DraftLayer,
+                attention=Gemma4DraftAttention, mlp=Gemma4MLP, embed=_scaled_embedding)
 
 def draft_family(
     model_type:str, # Of a draft's config.json

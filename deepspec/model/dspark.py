@@ -133,6 +133,7 @@ class DSparkModel(DraftModel):
     @property
     def block_size(self)->int: return self.config.block_size
 
+    def fsdp_units(self)->list: return list(self.layers)
     def init_weights(self, seed:int):
         "As every draft; the sequential head starts as no correction at all"
         super().init_weights(seed)

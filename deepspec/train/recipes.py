@@ -5,13 +5,16 @@
 # %% auto #0
 __all__ = ['TARGETS', 'LAPTOP', 'RECIPES', 'without_heads', 'dspark_qwen3_4b', 'dspark_qwen3_8b', 'dspark_qwen3_14b',
            'dspark_gemma4_12b', 'dflash_qwen3_4b', 'dflash_qwen3_8b', 'dflash_qwen3_14b', 'dflash_gemma4_12b',
-           'dspark_smollm2_135m', 'dflash_smollm2_135m', 'dspark_toy', 'dflash_toy', 'named_recipe', 'main']
+           'eagle3_qwen3_4b', 'eagle3_qwen3_8b', 'eagle3_qwen3_14b', 'eagle3_gemma4_12b', 'dspark_smollm2_135m',
+           'dflash_smollm2_135m', 'eagle3_smollm2_135m', 'dspark_toy', 'dflash_toy', 'eagle3_toy', 'named_recipe',
+           'main']
 
 # %% ../../nbs/34_recipes.ipynb #c003
 import argparse
 from dataclasses import replace
 
 from ..model.dspark import DSparkConfig
+from ..model.eagle3 import Eagle3Config
 from .config import Recipe, TrainConfig, apply_opts
 from .losses import DSparkLoss
 from .optim import OptimConfig
@@ -34,6 +37,10 @@ def _dspark(target:str, **choices)->DSparkConfig:
     "A DSpark draft of a named target"
     _,layers,mask = TARGETS[target]
     return DSparkConfig(target_layer_ids=layers, mask_token_id=mask, **choices)
+
+def _eagle3(target:str, **choices)->Eagle3Config:
+    "An Eagle3 draft of a named target"
+    return Eagle3Config(target_layer_ids=TARGETS[target][1], **choices)
 
 def without_heads(recipe:Recipe, name:str)->Recipe:
     "DFlash: the same draft without sequential and confidence head, trained on cross-entropy alone"
@@ -67,6 +74,19 @@ def dflash_gemma4_12b()->Recipe:
     "DFlash for Gemma4-12B"
     return without_heads(dspark_gemma4_12b(), 'dflash_gemma4_12b')
 
+def eagle3_qwen3_4b()->Recipe:
+    "Eagle3 for Qwen3-4B, public values"
+    return _public('eagle3_qwen3_4b', 'qwen3_4b', _eagle3('qwen3_4b'), None)
+def eagle3_qwen3_8b()->Recipe:
+    "Eagle3 for Qwen3-8B, public values"
+    return _public('eagle3_qwen3_8b', 'qwen3_8b', _eagle3('qwen3_8b'), None)
+def eagle3_qwen3_14b()->Recipe:
+    "Eagle3 for Qwen3-14B, public values"
+    return _public('eagle3_qwen3_14b', 'qwen3_14b', _eagle3('qwen3_14b'), None)
+def eagle3_gemma4_12b()->Recipe:
+    "Eagle3 for Gemma4-12B, public values"
+    return _public('eagle3_gemma4_12b', 'gemma4_12b', _eagle3('gemma4_12b'), None)
+
 # %% ../../nbs/34_recipes.ipynb #c010
 LAPTOP = TrainConfig(max_steps=300, global_batch_size=8, micro_batch_size=8, max_length=512, dtype='auto', save_steps=100)
 
@@ -78,6 +98,12 @@ def dflash_smollm2_135m()->Recipe:
     "DFlash for SmolLM2-135M, sized for a few minutes on two cores"
     return without_heads(dspark_smollm2_135m(), 'dflash_smollm2_135m')
 
+def eagle3_smollm2_135m()->Recipe:
+    "Eagle3 for SmolLM2-135M; every token is trained at every step, so the batch is smaller"
+    training = replace(LAPTOP, global_batch_size=2, micro_batch_size=2)
+    return Recipe(name='eagle3_smollm2_135m', target='smollm2_135m', draft=_eagle3('smollm2_135m', ttt_length=4), loss=None,
+                  optim=OptimConfig(lr=1e-3), training=training)
+
 def dspark_toy()->Recipe:
     "DSpark for a toy target, seconds"
     draft = _dspark('toy', num_hidden_layers=1, block_size=4, num_anchors=8, markov_rank=8)
@@ -86,11 +112,15 @@ def dspark_toy()->Recipe:
 def dflash_toy()->Recipe:
     "DFlash for a toy target, seconds"
     return without_heads(dspark_toy(), 'dflash_toy')
+def eagle3_toy()->Recipe:
+    "Eagle3 for a toy target, seconds"
+    return replace(dspark_toy(), name='eagle3_toy', draft=_eagle3('toy', ttt_length=3), loss=None)
 
 # %% ../../nbs/34_recipes.ipynb #c012
 RECIPES = {f.__name__: f for f in (
     dspark_qwen3_4b, dspark_qwen3_8b, dspark_qwen3_14b, dspark_gemma4_12b, dspark_smollm2_135m, dspark_toy,
-    dflash_qwen3_4b, dflash_qwen3_8b, dflash_qwen3_14b, dflash_gemma4_12b, dflash_smollm2_135m, dflash_toy)}
+    dflash_qwen3_4b, dflash_qwen3_8b, dflash_qwen3_14b, dflash_gemma4_12b, dflash_smollm2_135m, dflash_toy,
+    eagle3_qwen3_4b, eagle3_qwen3_8b, eagle3_qwen3_14b, eagle3_gemma4_12b, eagle3_smollm2_135m, eagle3_toy)}
 
 def named_recipe(
     name:str, # Such as `dspark_qwen3_4b`
