@@ -253,7 +253,7 @@ def evaluate_drafts(
     multi_turn:bool=False, # Ask later user turns too, on top of the plain answers
     template:str|None=None, # Chat template; None to find the target's own
 )->dict: # The content of `results.json`
-    "Measure drafts side by side, write the result files; all ranks return the same. `ValueError` on unfit prompts, folder"
+    "Measure drafts side by side, write the result files; all ranks return the same. `ValueError` on unfit input"
     out_dir = Path(out_dir)
     _check_out_dir(out_dir)
     if PLAIN in drafts: raise ValueError(f"{PLAIN!r} is decoding without a draft; call this draft something else")

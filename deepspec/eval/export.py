@@ -56,7 +56,7 @@ def export_draft(
 )->Path: # The folder
     "Write a draft in the public layout; `ValueError` if the checkpoint does not load strictly or the folder exists"
     checkpoint,out_dir = Path(checkpoint),Path(out_dir)
-    if out_dir.exists(): raise ValueError(f"{out_dir}: exists already; choose a new folder, so that no old file stays in it")
+    if out_dir.exists(): raise ValueError(f"{out_dir}: exists already; choose a new folder, or remove this one")
     draft = load_draft(checkpoint)
     out_dir.parent.mkdir(parents=True, exist_ok=True)
     tmp = Path(tempfile.mkdtemp(dir=out_dir.parent, prefix=f'.{out_dir.name}.', suffix='.tmp'))

@@ -159,7 +159,8 @@ def simulate(
         seconds += 1/table(concurrency + sum(lengths))
     cycles = concurrency*num_steps
     return dict(concurrency=concurrency, tokens_per_s=committed/seconds,
-                tokens_per_request_s=committed/seconds/concurrency, acceptance_length=committed/cycles, verified_per_request=verified/cycles,
+                tokens_per_request_s=committed/seconds/concurrency, acceptance_length=committed/cycles,
+                verified_per_request=verified/cycles,
                 verify_rate=committed/(verified + cycles))
 
 # %% ../../nbs/43_schedule.ipynb #c030
