@@ -337,15 +337,15 @@ async def run_all(
     with Progress(len(run.pending), 'regenerate') as progress:
         watch = [asyncio.create_task(monitor(run)), asyncio.create_task(stop.wait())]
         workers = [asyncio.create_task(work(run, numbers, progress)) for _ in range(min(num_workers, len(run.pending)))]
+        everything = asyncio.gather(*workers)
         try:
-            everything = asyncio.gather(*workers)
             await asyncio.wait([everything, *watch], return_when=asyncio.FIRST_COMPLETED)
             for t in (everything, watch[0]):
                 if t.done(): t.result() # raises what ended it
-            check_hope(run)
+            if everything.done(): check_hope(run)
         finally:
             for t in (*workers, *watch): t.cancel()
-            await asyncio.gather(*workers, *watch, return_exceptions=True)
+            await asyncio.gather(everything, *watch, return_exceptions=True)
             write_series(run)
 
 # %% ../../nbs/15_regenerate.ipynb #c030
