@@ -19,7 +19,8 @@ BF16_ONE, BF16_MINUS_TWO, BF16_HALF = 0x3F80, 0xC000, 0x3F00
 def golden_sample(seq_len):
     "Tensors whose bytes are easy to write down"
     hidden = torch.tensor([[1., -2., .5, 1.]]*seq_len, dtype=torch.bfloat16)
-    return dict(input_ids=torch.arange(seq_len, dtype=torch.int32)+258, loss_mask=torch.tensor([0]+[1]*(seq_len-1), dtype=torch.uint8),
+    return dict(input_ids=torch.arange(seq_len, dtype=torch.int32)+258,
+                loss_mask=torch.tensor([0]+[1]*(seq_len-1), dtype=torch.uint8),
                 target_hidden_states=hidden, target_last_hidden_states=hidden[:, 1:3].contiguous())
 
 
@@ -32,13 +33,16 @@ def golden_bytes(seq_len):
 
 def golden_index():
     "Samples of 3, 2 and 1 tokens, 18 bytes each, in shards of at most 90 bytes"
-    return b''.join([struct.pack('<QIIQQQQQ', 0, 0, 3, 0, 12, 15, 18, 42), struct.pack('<QIIQQQQQ', 1, 0, 2, 54, 62, 64, 66, 82),
+    return b''.join([struct.pack('<QIIQQQQQ', 0, 0, 3, 0, 12, 15, 18, 42),
+                     struct.pack('<QIIQQQQQ', 1, 0, 2, 54, 62, 64, 66, 82),
                      struct.pack('<QIIQQQQQ', 2, 1, 1, 0, 4, 5, 6, 14)])
 
 
-GOLDEN_MANIFEST = dict(version=2, num_samples=3, num_shards=2, target_layer_ids=[-1, 3], hidden_dtype='bfloat16', token_dtype='int32',
+GOLDEN_MANIFEST = dict(version=2, num_samples=3, num_shards=2, target_layer_ids=[-1, 3], hidden_dtype='bfloat16',
+                       token_dtype='int32',
                        mask_dtype='uint8', index_record_size=56, hidden_size=2,
-                       shards=[dict(shard_id=0, file_name='shard-00000.bin'), dict(shard_id=1, file_name='shard-00001.bin')])
+                       shards=[dict(shard_id=0, file_name='shard-00000.bin'),
+                               dict(shard_id=1, file_name='shard-00001.bin')])
 
 
 def hand_made(folder, manifest=GOLDEN_MANIFEST, names=('shard-00000.bin', 'shard-00001.bin')):
@@ -59,7 +63,8 @@ def test_writer_writes_the_golden_bytes(tmp_path):
     written = json.loads((tmp_path/'c'/'manifest.json').read_text())
     for key, value in GOLDEN_MANIFEST.items():
         if key != 'shards': assert written[key] == value
-    assert [(s['shard_id'], s['file_name'], s['num_bytes']) for s in written['shards']] == [(0, 'shard-00000.bin', 90), (1, 'shard-00001.bin', 18)]
+    assert [(s['shard_id'], s['file_name'], s['num_bytes']) for s in written['shards']] == [(0, 'shard-00000.bin', 90),
+                                                                                            (1, 'shard-00001.bin', 18)]
 
 
 def test_reader_reads_the_golden_bytes(tmp_path):
@@ -71,7 +76,8 @@ def test_reader_reads_the_golden_bytes(tmp_path):
 def test_other_names_orders_and_unknown_keys(tmp_path):
     names = ('shard_0.bin', 'data.1')
     manifest = dict(reversed(GOLDEN_MANIFEST.items())) | dict(
-        colour=['blue', {'deep': None}], shards=[dict(file_name=n, shard_id=i, owner='me') for i, n in enumerate(names)])
+        colour=['blue', {'deep': None}], shards=[dict(file_name=n, shard_id=i, owner='me') for i,
+                                                 n in enumerate(names)])
     ds = CacheDataset(hand_made(tmp_path/'hand', manifest, names))
     assert torch.equal(ds[2]['target_hidden_states'], golden_sample(1)['target_hidden_states'])
     assert ds.manifest.pack()['colour'] == ['blue', {'deep': None}] and ds.manifest.shards[1].pack()['owner'] == 'me'
@@ -84,17 +90,27 @@ def shards_with(**change):
 @pytest.mark.parametrize('change,message', [
     (dict(version=1), 'version 1'), (dict(version='2'), "version '2'"), (dict(hidden_dtype='float16'), 'float16'),
     (dict(token_dtype='int64'), 'int64'), (dict(mask_dtype='bool'), 'bool'), (dict(index_record_size=40), '40'),
-    (dict(num_samples=-1), 'num_samples=-1'), (dict(num_samples=True), 'num_samples=True'), (dict(num_samples=3.0), 'num_samples=3.0'),
-    (dict(num_samples=2), '168 bytes'), (dict(num_samples=2**39), '168 bytes'), (dict(num_samples=2**63), 'num_samples='),
-    (dict(hidden_size=0), 'hidden_size=0'), (dict(hidden_size=2**40), 'hidden_size='), (dict(hidden_size=4), 'cut short or the index is wrong'),
-    (dict(target_layer_ids=[]), 'target_layer_ids'), (dict(target_layer_ids=[3, -1]), 'ascending'), (dict(target_layer_ids=[3, 3]), 'ascending'),
+    (dict(num_samples=-1), 'num_samples=-1'), (dict(num_samples=True), 'num_samples=True'),
+    (dict(num_samples=3.0), 'num_samples=3.0'),
+    (dict(num_samples=2), '168 bytes'), (dict(num_samples=2**39), '168 bytes'),
+    (dict(num_samples=2**63), 'num_samples='),
+    (dict(hidden_size=0), 'hidden_size=0'), (dict(hidden_size=2**40), 'hidden_size='),
+    (dict(hidden_size=4), 'cut short or the index is wrong'),
+    (dict(target_layer_ids=[]), 'target_layer_ids'), (dict(target_layer_ids=[3, -1]), 'ascending'),
+    (dict(target_layer_ids=[3, 3]), 'ascending'),
     (dict(target_layer_ids=['1', '2']), 'target_layer_ids'), (dict(target_layer_ids=[-2, 1]), 'target_layer_ids'),
-    (dict(target_layer_ids=list(range(10_000))), 'target_layer_ids'), (dict(num_shards=3), 'num_shards=3'), (dict(shards={}), 'shards of type dict'),
-    (dict(shards=shards_with(shard_id=2)), 'shard_id=2'), (dict(shards=shards_with(file_name='absent.bin')), 'no such file'),
-    (dict(shards=shards_with(file_name='../secret')), 'points elsewhere'), (dict(shards=shards_with(file_name='/etc/passwd')), 'points elsewhere'),
-    (dict(shards=shards_with(file_name='a\\b')), 'points elsewhere'), (dict(shards=shards_with(file_name='..')), 'points elsewhere'),
-    (dict(shards=shards_with(file_name='')), 'points elsewhere'), (dict(shards=shards_with(file_name=None)), 'points elsewhere'),
-    (dict(shards=shards_with(file_name='samples.idx')), 'points elsewhere'), (dict(shards=shards_with(file_name='shard-00000.bin')), 'twice'),
+    (dict(target_layer_ids=list(range(10_000))), 'target_layer_ids'), (dict(num_shards=3), 'num_shards=3'),
+    (dict(shards={}), 'shards of type dict'),
+    (dict(shards=shards_with(shard_id=2)), 'shard_id=2'), (dict(shards=shards_with(file_name='absent.bin')),
+                                                           'no such file'),
+    (dict(shards=shards_with(file_name='../secret')), 'points elsewhere'),
+    (dict(shards=shards_with(file_name='/etc/passwd')), 'points elsewhere'),
+    (dict(shards=shards_with(file_name='a\\b')), 'points elsewhere'),
+    (dict(shards=shards_with(file_name='..')), 'points elsewhere'),
+    (dict(shards=shards_with(file_name='')), 'points elsewhere'),
+    (dict(shards=shards_with(file_name=None)), 'points elsewhere'),
+    (dict(shards=shards_with(file_name='samples.idx')), 'points elsewhere'),
+    (dict(shards=shards_with(file_name='shard-00000.bin')), 'twice'),
     (dict(shards=shards_with(num_bytes=17)), 'expected 17'), (dict(shards=[1, 2]), 'shards of type list')])
 def test_hostile_manifest_is_refused(tmp_path, change, message):
     folder = hand_made(tmp_path/'hand', GOLDEN_MANIFEST|change)
@@ -111,7 +127,8 @@ def test_manifest_that_is_no_manifest(tmp_path, text):
 
 def test_every_required_key_is_required():
     for key in GOLDEN_MANIFEST:
-        with pytest.raises(ValueError, match=key): unpack_manifest({k: v for k, v in GOLDEN_MANIFEST.items() if k != key})
+        with pytest.raises(ValueError, match=key):
+            unpack_manifest({k: v for k, v in GOLDEN_MANIFEST.items() if k != key})
 
 
 def test_a_pipe_is_no_shard(tmp_path):
@@ -122,7 +139,8 @@ def test_a_pipe_is_no_shard(tmp_path):
     with pytest.raises(ValueError, match='not a file'): CacheDataset(folder)
 
 
-@pytest.mark.parametrize('field', ['sample_id', 'shard_id', 'seq_len', *(f for f in INDEX_DTYPE.names if f.endswith('offset'))])
+@pytest.mark.parametrize('field', ['sample_id', 'shard_id', 'seq_len',
+                                   *(f for f in INDEX_DTYPE.names if f.endswith('offset'))])
 @pytest.mark.parametrize('value', [2**32-1, 2**64-1, 2**63+2**31, 10**6])
 def test_lying_record_is_refused(tmp_path, field, value):
     folder = hand_made(tmp_path/'hand')
@@ -158,8 +176,10 @@ def test_packing_follows_the_rule(seq_lens, max_shard_bytes, num_layers, hidden_
         if start == 0 and shard: assert fill[shard-1]+n*token_nbytes(shape) > max_shard_bytes
         fill[shard] = start+n*token_nbytes(shape)
         assert start == 0 or fill[shard] <= max_shard_bytes
-    manifest = unpack_manifest(GOLDEN_MANIFEST|dict(num_samples=len(records), target_layer_ids=list(range(num_layers)), hidden_size=hidden_size,
-                               num_shards=len(fill), shards=[dict(shard_id=i, file_name=f's{i}') for i in range(len(fill))]))
+    manifest = unpack_manifest(GOLDEN_MANIFEST|dict(num_samples=len(records), target_layer_ids=list(range(num_layers)),
+                                                    hidden_size=hidden_size,
+                               num_shards=len(fill), shards=[dict(shard_id=i, file_name=f's{i}')
+                                                             for i in range(len(fill))]))
     sizes = [fill[i] for i in range(len(fill))]
     check_records(records, manifest, sizes)
     for i in range(len(sizes)):
@@ -176,4 +196,5 @@ def test_train_cache_lists_every_difference(tmp_path):
 
 def test_the_house_names():
     from deepspec.data import (  # noqa: F401
-        AsyncTargetCacheWriter, CacheCollator, CacheDataset, CUDAPrefetcher, validate_target_cache_manifest, validate_train_cache)
+        AsyncTargetCacheWriter, CacheCollator, CacheDataset, CUDAPrefetcher, validate_target_cache_manifest,
+        validate_train_cache)

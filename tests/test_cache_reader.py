@@ -13,7 +13,9 @@ from torch.utils.data import DataLoader
 
 from deepspec.cache.check import cache_info
 from deepspec.cache.collate import CacheCollator
-from deepspec.cache.format import CacheManifest, CacheShape, INDEX_NAME, ShardEntry, pack_shards, token_nbytes, write_manifest
+from deepspec.cache.format import (
+    CacheManifest, CacheShape, INDEX_DTYPE, INDEX_NAME, OFFSET_FIELDS, ShardEntry, pack_shards,
+    tensor_token_nbytes, token_nbytes, write_manifest)
 from deepspec.cache.prefetch import CUDAPrefetcher
 from deepspec.cache.reader import CacheDataset
 from deepspec.cache.size import plan_cache
@@ -51,7 +53,8 @@ def padded(indices):
     return out
 
 
-def same(batch, want): return set(batch) == set(want) and all(torch.equal(batch[k].to(v.dtype), v) for k, v in want.items())
+def same(batch, want):
+    return set(batch) == set(want) and all(torch.equal(batch[k].to(v.dtype), v) for k, v in want.items())
 
 
 @settings(max_examples=50, deadline=None)
@@ -65,9 +68,11 @@ def test_collated_batches_are_right(cache, indices, max_open_shards):
 
 
 @pytest.mark.parametrize('num_workers,context', [(0, None), (1, 'fork'), (2, 'fork'), (1, 'spawn'),
-                                                 pytest.param(8, 'fork', marks=pytest.mark.slow)]) # eight processes on two cores
+                                                 pytest.param(8, 'fork',
+                                                              marks=pytest.mark.slow)]) # eight processes on two cores
 def test_loader_gives_the_same_batches(cache, num_workers, context):
-    loader = DataLoader(CacheDataset(cache), batch_size=5, num_workers=num_workers, multiprocessing_context=context, collate_fn=CacheCollator())
+    loader = DataLoader(CacheDataset(cache), batch_size=5, num_workers=num_workers, multiprocessing_context=context,
+                        collate_fn=CacheCollator())
     for _ in range(1 if context == 'spawn' else 2): # a spawned worker imports torch anew
         batches = list(CUDAPrefetcher(loader, device='cpu'))
         assert len(batches) == 3 and all(b['input_ids'].dtype == torch.int64 for b in batches)
@@ -106,7 +111,8 @@ def test_subsets(cache):
 
 def anonymous_kb():
     "Memory of this process that no file backs"
-    return int(next(l for l in Path('/proc/self/status').read_text().splitlines() if l.startswith('RssAnon')).split()[1])
+    return int(next(l for l in Path('/proc/self/status').read_text().splitlines()
+                    if l.startswith('RssAnon')).split()[1])
 
 
 def test_memory_is_flat_over_epochs(tmp_path):
@@ -120,7 +126,7 @@ def test_memory_is_flat_over_epochs(tmp_path):
 
 
 def test_buffers_are_recycled_across_threads(cache):
-    "Batches made in the prefetch thread and dropped in the loop come back: a handful of buffers for any number of batches"
+    "Batches made in the prefetch thread and dropped in the loop come back: a handful of buffers serves all"
     ds, collate, addresses = CacheDataset(cache), CacheCollator(), set()
     for b in CUDAPrefetcher((collate(ds.__getitems__([i % 12, (i+1) % 12])) for i in range(60)), device='cpu'):
         addresses.add(b['target_hidden_states'].data_ptr())
@@ -182,7 +188,8 @@ def test_remote_cache_reads_alike_in_bounded_space(cache, cache_home, tmp_path):
 
 
 def test_remote_cache_in_workers(cache, cache_home):
-    loader = DataLoader(CacheDataset('file://'+str(cache), max_local_bytes=700), batch_size=4, num_workers=2, collate_fn=CacheCollator())
+    loader = DataLoader(CacheDataset('file://'+str(cache), max_local_bytes=700), batch_size=4, num_workers=2,
+                        collate_fn=CacheCollator())
     for b, first in zip(loader, (0, 4, 8)): assert same(b, padded(range(first, first+4)))
 
 
@@ -207,7 +214,6 @@ def huge(tmp_path_factory):
     shard = (ends//(64 << 30)).astype(np.uint32)
     firsts = np.searchsorted(shard, np.arange(shard[-1]+1))
     base = np.concatenate([[0], ends])[firsts][shard]
-    from deepspec.cache.format import INDEX_DTYPE, OFFSET_FIELDS, tensor_token_nbytes
     records = np.empty(len(lens), INDEX_DTYPE)
     records['sample_id'], records['shard_id'], records['seq_len'] = np.arange(len(lens)), shard, lens
     offset = ends-lens*token_nbytes(shape)-base
@@ -219,7 +225,8 @@ def huge(tmp_path_factory):
     sizes = np.append(ends[firsts[1:]-1], ends[-1])-np.concatenate([[0], ends])[firsts]
     for s, n in zip(shards, sizes.tolist()):
         with open(folder/s.file_name, 'wb') as f: os.truncate(f.fileno(), n)
-    write_manifest(folder, CacheManifest(num_samples=len(lens), target_layer_ids=(1, 9, 17, 25, 33), hidden_size=2560, shards=shards))
+    write_manifest(folder, CacheManifest(num_samples=len(lens), target_layer_ids=(1, 9, 17, 25, 33), hidden_size=2560,
+                                         shards=shards))
     return folder
 
 

@@ -133,3 +133,4 @@ def test_memory_stays_flat(tmp_path):
                               target_hidden_states=torch.zeros(100, 320).bfloat16(), target_last_hidden_states=torch.zeros(100, 64).bfloat16()))
             if i == 200: peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < peak+20_000
+

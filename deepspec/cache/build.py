@@ -86,7 +86,8 @@ def capture_samples(
     finite_BS = hidden.isfinite().all(-1) & last_hidden.isfinite().all(-1) | (mask_BS == 0)
     finite_B,hidden,last_hidden = finite_BS.all(-1).tolist(),hidden.cpu(),last_hidden.cpu()
     return [dict(input_ids=torch.from_numpy(s.input_ids), loss_mask=torch.from_numpy(s.loss_mask),
-                 target_hidden_states=hidden[i, :len(s.input_ids)], target_last_hidden_states=last_hidden[i, :len(s.input_ids)])
+                 target_hidden_states=hidden[i, :len(s.input_ids)],
+                 target_last_hidden_states=last_hidden[i, :len(s.input_ids)])
             if finite_B[i] else None for i,s in enumerate(samples)]
 
 # %% ../../nbs/22_build_cache.ipynb #c017
@@ -107,7 +108,8 @@ def _window_results(target, window, layer_ids, max_batch_tokens)->tuple:
     results,padded = [None]*len(window),0
     for batch in token_budget_batches([len(s.input_ids) for s in window], max_batch_tokens):
         padded += len(batch)*len(window[batch[0]].input_ids)
-        for i,captured in zip(batch, capture_samples(target, [window[i] for i in batch], layer_ids)): results[i] = captured
+        for i,captured in zip(batch, capture_samples(target, [window[i] for i in batch], layer_ids)):
+            results[i] = captured
     return results,padded
 
 def _windows(samples, max_batch_tokens):
@@ -131,10 +133,11 @@ def capture_unit(
     non_finite:str, # `stop` or `reject` a sample whose states are not finite
     progress=None, # Counts tokens
 )->UnitRecord: # Also written to `unit.json`
-    "Capture the samples of one unit into `folder`; `ValueError` names a row whose states are not finite, unless they are rejected"
+    "Capture the samples of one unit into `folder`; `ValueError` names a row whose states are not finite, if that stops"
     started,padded,loss,rejected = time.monotonic(),0,0,[]
     shape = CacheShape(hidden_size=target.hidden_size, num_layers=len(target_layer_ids))
-    with AsyncTargetCacheWriter(folder, shape, max_shard_bytes=1<<62) as writer: # the unit was cut to a shard's size already
+    # the unit was cut to a shard's size already
+    with AsyncTargetCacheWriter(folder, shape, max_shard_bytes=1<<62) as writer:
         for window in _windows(samples, max_batch_tokens):
             results,computed = _window_results(target, window, target_layer_ids, max_batch_tokens)
             padded += computed
@@ -165,8 +168,10 @@ def _sha256(text:str)->str: return hashlib.sha256(text.encode()).hexdigest()
 
 def config_sha256(config)->str: # Hexadecimal digits
     "sha256 of a target's configuration, without what changes from one installation to the next"
-    volatile = {'transformers_version', '_name_or_path', 'torch_dtype', 'dtype', '_attn_implementation', '_attn_implementation_autoset'}
-    return _sha256(json.dumps({k: v for k,v in config.to_dict().items() if k not in volatile}, sort_keys=True, default=str))
+    volatile = {'transformers_version', '_name_or_path', 'torch_dtype', 'dtype', '_attn_implementation',
+                '_attn_implementation_autoset'}
+    return _sha256(json.dumps({k: v for k,v in config.to_dict().items() if k not in volatile}, sort_keys=True,
+                              default=str))
 
 def fingerprint(path)->dict: # size and content hash
     "Size and xxh3-128 of a source file"
@@ -185,7 +190,8 @@ def differences(
 )->list: # Text, one a difference
     "Settings that both sides know and do not agree on; where files lie does not matter, their content does"
     places = ('source_jsonl_paths', 'target_model_name_or_path')
-    return [f'{k}: there {saved[k]!r}, now {v!r}' for k,v in wanted.items() if k in saved and saved[k] != v and k not in places]
+    return [f'{k}: there {saved[k]!r}, now {v!r}' for k,v in wanted.items() if k in saved and saved[k] != v
+            and k not in places]
 
 # %% ../../nbs/22_build_cache.ipynb #c026
 MIN_UNIT_NBYTES,MAX_UNITS = 256<<20,256
@@ -228,7 +234,8 @@ class BuildJob:
         if self.rank.rank and not self._led():
             time.sleep(2) # rank 0 may be taking over a stale lock, or has just finished
             if not self._led() and not self.manifest_path.exists():
-                raise ValueError(f"{self.out_dir}: rank 0 has ended without a manifest; read its message and start all ranks again")
+                raise ValueError(f"{self.out_dir}: rank 0 has ended without a manifest; "
+                                 "read its message and start all ranks again")
         return False
     def _led(self)->bool: return (self.out_dir/'.lock').exists()
 
@@ -273,8 +280,10 @@ def _final_shard(job, unit, shard_id, record)->ShardEntry:
     source,final = job.unit_dir(unit)/shard_name(0),job.out_dir/shard_name(shard_id)
     if source.exists(): os.rename(source, final)
     if not final.exists() or final.stat().st_size != record.num_bytes:
-        raise ValueError(f"{final}: absent or cut short, expected {record.num_bytes} bytes; delete {job.all_done} and run the same build again")
-    facts = {k: v for k,v in asdict(record).items() if k != 'seconds'} # what `repair_cache` needs to make it a unit again
+        raise ValueError(f"{final}: absent or cut short, expected {record.num_bytes} bytes; "
+                         f"delete {job.all_done} and run the same build again")
+    # what `repair_cache` needs to make it a unit again
+    facts = {k: v for k,v in asdict(record).items() if k != 'seconds'}
     return ShardEntry(shard_id=shard_id, file_name=final.name, extra=facts|dict(algorithm='xxh3-128', unit=unit))
 
 def _final_index(job, unit, shard_id, first_id)->np.ndarray:
@@ -299,10 +308,13 @@ def assemble(
         pieces.append(_final_index(job, unit, len(shards), next_id))
         shards.append(_final_shard(job, unit, len(shards), record))
         next_id += record.num_samples
-    if not shards: raise ValueError(f"{job.out_dir}: every sample was rejected, no state is finite; look at the target's weights and dtype")
+    if not shards:
+        raise ValueError(f"{job.out_dir}: every sample was rejected, no state is finite; "
+                         "look at the target's weights and dtype")
     padded,tokens = sum(r.num_padded_tokens for r in records),sum(r.num_tokens for r in records)
     totals = dict(num_tokens=tokens, num_loss_tokens=sum(r.num_loss_tokens for r in records),
-                  rejected_rows=[row for r in records for row in r.rejected_rows], padding_efficiency=round(tokens/padded, 4))
+                  rejected_rows=[row for r in records for row in r.rejected_rows],
+                  padding_efficiency=round(tokens/padded, 4))
     return finish_cache(job.out_dir, WrittenShards(np.concatenate(pieces), tuple(shards)), job.layer_ids,
                         job.shape.hidden_size, **extra, **totals)
 
@@ -312,7 +324,8 @@ def _check_foreign(job):
     known = {'_tmp', '.lock'}
     if job.tmp.exists(): known |= {p.name for p in job.out_dir.glob('shard-*.bin')} | {INDEX_NAME}
     if foreign := sorted(p.name for p in job.out_dir.iterdir() if p.name not in known and not p.name.startswith('.')):
-        raise ValueError(f"{job.out_dir}: holds {', '.join(foreign[:3])}, which no build put there; choose a new folder for the cache")
+        raise ValueError(f"{job.out_dir}: holds {', '.join(foreign[:3])}, which no build put there; "
+                         "choose a new folder for the cache")
 
 def check_same(
     job:BuildJob, # Build
@@ -321,13 +334,16 @@ def check_same(
 ):
     "`ValueError` lists the settings in which the build that is there differs"
     if differ := differences(saved, job.settings):
-        raise ValueError(f"{where}: made with other settings: {'; '.join(differ)}; use the same settings, or another folder")
+        raise ValueError(f"{where}: made with other settings: {'; '.join(differ)}; "
+                         "use the same settings, or another folder")
 
 def _wait_for(path, job, limit_s=600):
     "Wait for a file that rank 0 writes"
     end = time.monotonic() + limit_s
     while not path.exists():
-        if time.monotonic() > end: raise ValueError(f"{path}: rank 0 has not written it within {limit_s} s; read its messages and start all ranks again")
+        if time.monotonic() > end:
+            raise ValueError(f"{path}: rank 0 has not written it within {limit_s} s; "
+                             "read its messages and start all ranks again")
         if job.manifest_path.exists(): return
         time.sleep(.05)
 
@@ -339,11 +355,12 @@ def open_workspace(
     if job.rank.rank == 0:
         _check_foreign(job)
         job.tmp.mkdir(exist_ok=True)
-        for old in [job.tmp/'plan.txt', *job.tmp.glob('work-*')]:
-            shutil.rmtree(old) if old.is_dir() else old.unlink(missing_ok=True)
         if not path.exists(): write_json(path, job.settings|dict(created_at=_now()))
     _wait_for(path, job)
     if path.exists(): check_same(job, read_json(path), path)
+    if job.rank.rank == 0:
+        for old in [job.tmp/'plan.txt', *job.tmp.glob('work-*')]: # of a build that was killed
+            shutil.rmtree(old) if old.is_dir() else old.unlink(missing_ok=True)
 
 def _now()->str:
     "UTC time, or the one that `SOURCE_DATE_EPOCH` fixes for reproducible builds"
@@ -359,7 +376,8 @@ def check_weights(
     if job.rank.rank == 0 and not path.exists(): write_json(path, sample)
     _wait_for(path, job)
     if path.exists() and read_json(path) != sample:
-        raise ValueError(f"{path}: the units that are there were captured with other weights than {target.name}; use those, or another folder")
+        raise ValueError(f"{path}: the units that are there were captured with other weights than {target.name}; "
+                         "use those, or another folder")
     return target
 
 # %% ../../nbs/22_build_cache.ipynb #c039
@@ -373,7 +391,8 @@ def check_room(
     done = sum(r.num_bytes for u in range(len(runs)) if (r := unit_record(job.unit_dir(u))))
     if not job.all_done.exists():
         options = '; '.join(ways_to_fit(plan, plan.free_nbytes + done))
-        check_free_space(job.out_dir, plan.num_bytes - done, f"free some space, choose another disk, or build smaller ({options})")
+        check_free_space(job.out_dir, plan.num_bytes - done, f"free some space, choose another disk, or build "
+                                                             f"smaller ({options})")
     text = plan_table(plan) + (f"\ndone already  {human_nbytes(done)}" if done else '')
     print(text, file=sys.stderr, flush=True)
     with atomic_open(job.tmp/'plan.txt', 'w') as f: f.write(text + '\n')
@@ -388,7 +407,8 @@ def make_settings(
     **given, # What the user chose
 )->dict: # JSON-ready
     "Everything that decides about the content of a cache"
-    return dict(target_config_sha256=config_sha256(config), tokenizer_sha256=_sha256(tokenizer.backend_tokenizer.to_str()),
+    return dict(target_config_sha256=config_sha256(config),
+                tokenizer_sha256=_sha256(tokenizer.backend_tokenizer.to_str()),
                 chat_template_sha256=template.sha256, source_fingerprints=[fingerprint(p) for p in paths]) | given
 
 def _device_dtype(device, dtype, rank)->tuple:
@@ -406,7 +426,8 @@ def _source_paths(jsonl_paths)->list:
 
 def _choose_layers(target_layer_ids, num_layers)->tuple:
     "The user's layers, or up to five spread over the depth"
-    return check_layer_ids(target_layer_ids or default_layer_ids(num_layers, min(5, max(num_layers - 3, 1))), num_layers)
+    return check_layer_ids(target_layer_ids or default_layer_ids(num_layers, min(5, max(num_layers - 3, 1))),
+                           num_layers)
 
 # %% ../../nbs/22_build_cache.ipynb #c043
 @dataclass(frozen=True)
@@ -420,13 +441,15 @@ class BuildSummary:
     num_shards:int # Files
     padding_efficiency:float # Tokens cached over tokens computed
     seconds:float # Time of this run
-    tokens_per_s:float # Tokens captured in this run, all ranks, over the time of the capture; 0 if nothing was left to do
+    # Tokens captured in this run, all ranks, over the time of the capture; 0 if nothing was left to do
+    tokens_per_s:float
 
 def _summary(job, manifest, started, captured=0, seconds=1.)->BuildSummary:
     "Summary of a complete cache"
     x = manifest.extra
     dropped = x.get('dropped', {}) | ({'states not finite': n} if (n := len(x.get('rejected_rows', []))) else {})
-    return BuildSummary(str(job.out_dir), manifest.num_samples, dropped, x['num_tokens'], sum(s.extra['num_bytes'] for s in manifest.shards),
+    return BuildSummary(str(job.out_dir), manifest.num_samples, dropped, x['num_tokens'],
+                        sum(s.extra['num_bytes'] for s in manifest.shards),
                         len(manifest.shards), x['padding_efficiency'], time.monotonic() - started, captured/seconds)
 
 class _CaptureProgress:
@@ -434,7 +457,8 @@ class _CaptureProgress:
     def __init__(self, progress, job): self.progress,self.job,self.per_token = progress,job,token_nbytes(job.shape)
     def update(self, n):
         written = (self.progress.n + n)*self.per_token
-        self.progress.update(n, written=human_nbytes(written), free=human_nbytes(shutil.disk_usage(self.job.out_dir).free))
+        self.progress.update(n, written=human_nbytes(written),
+                             free=human_nbytes(shutil.disk_usage(self.job.out_dir).free))
 
 def _versions()->dict:
     "Package version and commit, for the manifest"
@@ -444,25 +468,31 @@ def _versions()->dict:
 # %% ../../nbs/22_build_cache.ipynb #c045
 def _tokens_left(job, table, runs)->int:
     "Tokens of the units that are not done"
-    return sum(int(table.seq_lens[a:b].sum(dtype=np.int64)) for u,(a,b) in enumerate(runs) if unit_record(job.unit_dir(u)) is None)
+    return sum(int(table.seq_lens[a:b].sum(dtype=np.int64)) for u,
+               (a,b) in enumerate(runs) if unit_record(job.unit_dir(u)) is None)
 
 def run_job(job, started)->BuildSummary:
     "The build of one rank, in a workspace that is open"
-    with Progress(len(job.parts.rows), 'tokenise') as progress: job.parts.make(job.rank, job.over, progress if job.rank.rank == 0 else None)
+    with Progress(len(job.parts.rows), 'tokenise') as progress:
+        job.parts.make(job.rank, job.over, progress if job.rank.rank == 0 else None)
     if job.manifest_path.exists(): return _summary(job, read_manifest(job.out_dir), started)
     table = length_table(job.parts)
     if not len(table):
         if job.rank.rank == 0: shutil.rmtree(job.tmp)
-        raise ValueError(f"{job.out_dir}: no sample is left of {len(job.parts.rows)} rows, dropped: {table.dropped}; look at the rows and at min_loss_tokens")
+        raise ValueError(f"{job.out_dir}: no sample is left of {len(job.parts.rows)} rows, dropped: {table.dropped}; "
+                         "look at the rows and at min_loss_tokens")
     runs = unit_runs(table.seq_lens, job.shape, job.max_shard_bytes)
     if job.rank.rank == 0: check_room(job, table, runs)
     _wait_for(job.tmp/'plan.txt', job)
     left,began = 0 if job.all_done.exists() else _tokens_left(job, table, runs),time.monotonic()
     with Progress(left//job.rank.world_size, 'capture', 'tokens') as progress:
-        if left: run_units(job, check_weights(job, job.load()), table, runs, _CaptureProgress(progress, job) if job.rank.rank == 0 else None)
+        if left:
+            run_units(job, check_weights(job, job.load()), table, runs,
+                      _CaptureProgress(progress, job) if job.rank.rank == 0 else None)
     seconds = time.monotonic() - began
     if job.rank.rank == 0:
-        saved = {k: v for k,v in read_json(job.tmp/'settings.json').items() if k != 'target_layer_ids'} # the manifest has it already
+        # the manifest has it already
+        saved = {k: v for k,v in read_json(job.tmp/'settings.json').items() if k != 'target_layer_ids'}
         assemble(job, len(runs), saved|dict(dropped=table.dropped, **_versions()))
         shutil.rmtree(job.tmp)
     _wait_for(job.manifest_path, job)
@@ -473,21 +503,27 @@ def make_job(
     jsonl_paths, out_dir, target, template=None, target_layer_ids=None, max_length=4096, min_loss_tokens=14,
     max_batch_tokens=8192, max_shard_bytes=64<<30, non_finite='stop', device=None, dtype=None,
 )->BuildJob: # As `build_cache` runs it
-    "The job that these arguments of `build_cache` describe; reads the sources and the target's configuration, no weights"
+    "The job that these arguments of `build_cache` describe; reads sources, tokenizer and configuration, no weights"
     rank,paths,out_dir = Rank.from_env(),_source_paths(jsonl_paths),Path(out_dir)
     if non_finite not in ('stop', 'reject'): raise ValueError(f"non_finite={non_finite!r}, expected 'stop' or 'reject'")
     device,dtype = _device_dtype(device, dtype, rank)
     loaded = target if isinstance(target, Target) else None
     tokenizer,config = (loaded.tokenizer,loaded.config) if loaded else (load_tokenizer(target),target_config(target))
-    layer_ids,resolved = _choose_layers(target_layer_ids, config.num_hidden_layers),resolve_template(tokenizer, template)
+    layer_ids,resolved = _choose_layers(target_layer_ids, config.num_hidden_layers),resolve_template(tokenizer,
+                                                                                                     template)
     settings = make_settings(
-        tokenizer, config, resolved, paths, target_model_name_or_path=loaded.name if loaded else str(target), source_jsonl_paths=paths,
-        chat_template=resolved.name, max_length=max_length, min_loss_tokens=min_loss_tokens, max_shard_bytes=max_shard_bytes,
+        tokenizer, config, resolved, paths, target_model_name_or_path=loaded.name if loaded else str(target),
+        source_jsonl_paths=paths,
+        chat_template=resolved.name, max_length=max_length, min_loss_tokens=min_loss_tokens,
+        max_shard_bytes=max_shard_bytes,
         target_layer_ids=list(layer_ids), target_dtype=str(loaded.dtype if loaded else dtype).removeprefix('torch.'))
-    parts = TokenParts(out_dir/'_tmp'/'tokens', JsonLineDataset(paths), min_loss_tokens=min_loss_tokens, tokenise=partial(
+    parts = TokenParts(out_dir/'_tmp'/'tokens', JsonLineDataset(paths), min_loss_tokens=min_loss_tokens,
+                       tokenise=partial(
         tokenize_conversations, tokenizer=tokenizer, template=resolved, max_length=max_length))
-    return BuildJob(out_dir=out_dir, rank=rank, parts=parts, shape=shape_from_config(config, len(layer_ids)), settings=settings,
-                    layer_ids=layer_ids, max_shard_bytes=max_shard_bytes, max_batch_tokens=max_batch_tokens, non_finite=non_finite,
+    return BuildJob(out_dir=out_dir, rank=rank, parts=parts, shape=shape_from_config(config, len(layer_ids)),
+                    settings=settings,
+                    layer_ids=layer_ids, max_shard_bytes=max_shard_bytes, max_batch_tokens=max_batch_tokens,
+                    non_finite=non_finite,
                     load=lambda: loaded or load_target(target, device, dtype))
 
 # %% ../../nbs/22_build_cache.ipynb #c047
@@ -537,9 +573,12 @@ def plan_from_jsonl(
     layer_ids,total = _choose_layers(target_layer_ids, config.num_hidden_layers),num_rows or len(rows)
     chosen = range(len(rows)) if sample_rows is None or sample_rows >= len(rows) else sorted(
         np.random.default_rng(seed).choice(len(rows), sample_rows, replace=False).tolist())
-    results = tokenize_conversations([rows[i] for i in chosen], tokenizer, resolve_template(tokenizer, template), max_length=max_length)
-    lens = [len(r.input_ids) for r in results if not hasattr(r, 'reason') and np.count_nonzero(r.loss_mask) >= min_loss_tokens]
-    return plan_cache(shape_from_config(config, len(layer_ids)), lens, num_samples=round(len(lens)*total/max(len(chosen), 1)),
+    results = tokenize_conversations([rows[i] for i in chosen], tokenizer, resolve_template(tokenizer, template),
+                                     max_length=max_length)
+    lens = [len(r.input_ids) for r in results if not hasattr(r, 'reason')
+            and np.count_nonzero(r.loss_mask) >= min_loss_tokens]
+    return plan_cache(shape_from_config(config, len(layer_ids)), lens,
+                      num_samples=round(len(lens)*total/max(len(chosen), 1)),
                       max_shard_bytes=max_shard_bytes, out_dir=out_dir, tokens_per_s=tokens_per_s)
 
 # %% ../../nbs/22_build_cache.ipynb #c064
@@ -552,7 +591,8 @@ def main(argv=None):
     parser.add_argument('--target-layer-ids', type=int, nargs='+')
     for name,p in inspect.signature(build_cache).parameters.items():
         if name not in ('jsonl_paths', 'out_dir', 'target_layer_ids'):
-            parser.add_argument(f"--{name.replace('_', '-')}", default=p.default, type=int if isinstance(p.default, int) else str)
+            parser.add_argument(f"--{name.replace('_', '-')}", default=p.default,
+                                type=int if isinstance(p.default, int) else str)
     try: summary = build_cache(**vars(parser.parse_args(argv)))
     except (ValueError, OSError) as e:
         print(f'error: {e}', file=sys.stderr)

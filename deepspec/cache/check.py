@@ -41,8 +41,10 @@ class CacheInfo:
     def __str__(self):
         low,mean,high = self.seq_len_min_mean_max
         per_token = self.num_bytes/max(self.num_tokens, 1)
-        return '\n'.join([f"{self.path}: {self.target or 'unknown target'}, layers {list(self.target_layer_ids)}, hidden size {self.hidden_size}",
-            f"{self.num_samples:,} samples of {low} to {high} tokens, {mean:.0f} on average; {self.num_tokens:,} tokens",
+        return '\n'.join([f"{self.path}: {self.target or 'unknown target'}, layers {list(self.target_layer_ids)}, "
+                          f"hidden size {self.hidden_size}",
+            f"{self.num_samples:,} samples of {low} to {high} tokens, {mean:.0f} on average; "
+            f"{self.num_tokens:,} tokens",
             f"{human_nbytes(self.num_bytes)} in {self.num_shards} shards, {per_token:,.0f} bytes a token",
             f"dropped rows: {sum(self.dropped.values())} {self.dropped or ''}".rstrip()])
 
@@ -54,8 +56,10 @@ def cache_info(
     lens = map_index(cache_dir/INDEX_NAME, m.num_samples)['seq_len']
     stats = (int(lens.min()),float(lens.mean()),int(lens.max())) if len(lens) else (0,0.,0)
     tokens,x = int(lens.sum(dtype=np.int64)),m.extra
-    return CacheInfo(str(cache_dir), x.get('target_model_name_or_path'), m.target_layer_ids, m.hidden_size, m.num_samples, tokens,
-                     x.get('num_loss_tokens'), tokens*token_nbytes(m.shape), len(m.shards), stats, x.get('dropped', {}), x.get('created_at'))
+    return CacheInfo(str(cache_dir), x.get('target_model_name_or_path'), m.target_layer_ids, m.hidden_size,
+                     m.num_samples, tokens,
+                     x.get('num_loss_tokens'), tokens*token_nbytes(m.shape), len(m.shards), stats, x.get('dropped', {}),
+                     x.get('created_at'))
 
 # %% ../../nbs/22b_check_cache.ipynb #c012
 @dataclass(frozen=True)
@@ -74,7 +78,8 @@ def _index_problem(cache_dir, manifest)->Problem|None:
         check_records(records, manifest, sizes, path)
     except ValueError as e: return Problem(INDEX_NAME, str(e).removeprefix(f'{path}: '))
     wanted = manifest.extra.get('index_checksum')
-    if wanted and checksum_file(path) != wanted: return Problem(INDEX_NAME, 'not the index that this manifest was written with')
+    if wanted and checksum_file(path) != wanted:
+        return Problem(INDEX_NAME, 'not the index that this manifest was written with')
     return None
 
 def _size_problem(path, entry)->Problem|None:
@@ -89,13 +94,15 @@ def _content_problem(path, entry, owners)->Problem|None:
     if 'checksum' not in entry.extra or entry.extra.get('algorithm') != 'xxh3-128': return None
     found = checksum_file(path)
     if found == entry.extra['checksum']: return None
-    return Problem(path.name, f'holds the bytes of {owners[found]}' if found in owners else f"checksum {found}, expected {entry.extra['checksum']}")
+    return Problem(path.name, f'holds the bytes of {owners[found]}' if found in owners
+                   else f"checksum {found}, expected {entry.extra['checksum']}")
 
 # %% ../../nbs/22b_check_cache.ipynb #c013
 def _foreign(cache_dir, manifest)->list:
     "Files that do not belong to the cache"
     known = {MANIFEST_NAME, INDEX_NAME, '.lock', '_tmp', *(s.file_name for s in manifest.shards)}
-    return [Problem(p.name, 'does not belong to this cache') for p in sorted(cache_dir.iterdir()) if p.name not in known]
+    return [Problem(p.name, 'does not belong to this cache') for p in sorted(cache_dir.iterdir())
+            if p.name not in known]
 
 def verify_cache(
     cache_dir, # Folder of a complete cache
@@ -138,7 +145,8 @@ def _back_to_units(job, manifest):
     job.parts.make(job.rank)
     table = length_table(job.parts)
     runs,sound = unit_runs(table.seq_lens, job.shape, job.max_shard_bytes),_sound_shards(job, manifest)
-    for source in {p for p in sound.values() if p.parent == job.out_dir}: # first aside: two of them may have changed places
+    # first aside: two of them may have changed places
+    for source in {p for p in sound.values() if p.parent == job.out_dir}:
         os.replace(source, job.tmp/f'sound-{source.name}')
     sound = {u: job.tmp/f'sound-{p.name}' if p.parent == job.out_dir else p for u,p in sound.items()}
     for entry in manifest.shards:
@@ -150,11 +158,15 @@ def _back_to_units(job, manifest):
 def _repair_job(cache_dir, manifest, target, jsonl_paths, **options)->BuildJob:
     "The build that made this cache"
     x = manifest.extra
-    if lacking := [k for k in ('source_fingerprints', 'max_shard_bytes', 'target_model_name_or_path') if k not in x] or [
-            'unit' for s in manifest.shards if not {'unit', 'checksum', 'rejected_rows'} <= set(s.extra)]:
-        raise ValueError(f"{cache_dir/MANIFEST_NAME}: no {lacking[0]}, so it is not known how each shard was made; rebuild the cache from its sources")
-    job = make_job(jsonl_paths or x['source_jsonl_paths'], cache_dir, target or x['target_model_name_or_path'], template=x['chat_template'],
-                   target_layer_ids=list(manifest.target_layer_ids), max_length=x['max_length'], min_loss_tokens=x['min_loss_tokens'],
+    keys = ('source_fingerprints', 'max_shard_bytes', 'target_model_name_or_path')
+    if any(k not in x for k in keys) or not all({'unit', 'checksum', 'rejected_rows'} <= set(s.extra)
+                                                for s in manifest.shards):
+        raise ValueError(f"{cache_dir/MANIFEST_NAME}: does not say how each shard was made; "
+                         "rebuild the cache from its sources")
+    job = make_job(jsonl_paths or x['source_jsonl_paths'], cache_dir, target or x['target_model_name_or_path'],
+                   template=x['chat_template'],
+                   target_layer_ids=list(manifest.target_layer_ids), max_length=x['max_length'],
+                   min_loss_tokens=x['min_loss_tokens'],
                    max_shard_bytes=x['max_shard_bytes'], dtype=x['target_dtype'], **options)
     check_same(job, manifest.pack(), cache_dir/MANIFEST_NAME)
     return job
@@ -170,9 +182,11 @@ def repair_cache(
     "Capture the broken shards of a cache again and rewrite its index; `ValueError` if its sources have changed"
     cache_dir,started = Path(cache_dir),time.monotonic()
     saved = cache_dir/'_tmp'/REPAIR_NAME # a repair that was cut off
-    if not saved.exists() and not [p for p in verify_cache(cache_dir, full=True) if 'does not belong' not in p.what]: return None
+    if not saved.exists() and not [p for p in verify_cache(cache_dir, full=True) if 'does not belong' not in p.what]:
+        return None
     manifest = unpack_manifest(read_json(saved), saved) if saved.exists() else read_manifest(cache_dir)
-    job = _repair_job(cache_dir, manifest, target, jsonl_paths, device=device, non_finite=non_finite, max_batch_tokens=max_batch_tokens)
+    job = _repair_job(cache_dir, manifest, target, jsonl_paths, device=device, non_finite=non_finite,
+                      max_batch_tokens=max_batch_tokens)
     with folder_lock(cache_dir):
         job.tmp.mkdir(exist_ok=True)
         write_json(job.tmp/'settings.json', job.settings|dict(created_at=manifest.extra.get('created_at')))
