@@ -43,11 +43,10 @@ def test_supervised_tokens_say_what_the_target_emits(name, kind):
 
 
 @pytest.mark.parametrize('kind', KINDS)
-@pytest.mark.parametrize('name', STYLES)
+@pytest.mark.parametrize('name', sorted(set(STYLES) - {'deepseek', 'gptoss', 'gemma4'})) # their generation prompts are no finished turn's header
 def test_prompt_is_a_prefix_of_training_tokens(name, kind):
     style,tokenizer = STYLES[name],make_tokenizer(name, kind)
     template = resolve_template(tokenizer)
-    if name in ('deepseek', 'gptoss', 'gemma4'): pytest.skip('the generation prompt differs from the header of a finished turn')
     rows = [r for r in rows_of(style) if len(r['conversations']) == 2]
     done = tokenize_conversations(rows, tokenizer, template)
     for row,d,prompt in zip(rows, done, encode_prompts([r['conversations'][:1] for r in rows], tokenizer, template)):
