@@ -58,7 +58,8 @@ def batch_bytes(
 
 # %% ../../nbs/18_collate.ipynb #c011
 BATCH_DTYPES = dict(target_hidden_states=torch.bfloat16, target_last_hidden_states=torch.bfloat16,
-                    input_ids=torch.int32, attention_mask=torch.uint8, loss_mask=torch.uint8) # widest first keeps each one aligned
+                    input_ids=torch.int32, attention_mask=torch.uint8,
+                    loss_mask=torch.uint8) # widest first keeps each one aligned
 
 def _as_bytes(t:torch.Tensor)->np.ndarray:
     "A contiguous tensor's memory"
@@ -73,7 +74,7 @@ def _empty_batch(batch_size, longest, widths, pool, pin_memory)->dict:
     return {k: flat[o:o + n].view(dt).view(shapes[k]) for (k,dt),o,n in zip(BATCH_DTYPES.items(), starts, sizes)}
 
 class CacheCollator:
-    "Pads cached samples to a batch: ids and masks [B, S], hidden states [B, S, L·H] and [B, S, H], each byte copied once"
+    "Pads cached samples to a batch, each byte copied once: ids, masks [B, S], hidden states [B, S, L·H] and [B, S, H]"
     def __init__(self,
         pin_memory:bool|None=None, # Page-locked memory for a GPU; None asks whether there is one
     ):
@@ -84,13 +85,15 @@ class CacheCollator:
         samples:list, # Samples of a `CacheDataset`
     )->dict: # Batch
         "The batch of these samples, in their order; `ValueError` if there are none"
-        if not samples: raise ValueError("CacheCollator: no samples, expected at least 1; drop empty batches in the sampler")
+        if not samples:
+            raise ValueError("CacheCollator: no samples, expected at least 1; drop empty batches in the sampler")
         lengths = [len(s['input_ids']) for s in samples]
         widths = {k: tuple(v.shape[1:]) for k,v in samples[0].items()}
         batch = _empty_batch(len(samples), max(lengths), widths, self.pool, self.pin_memory)
         for name,t in batch.items():
             rows = t.view(torch.uint8).numpy().reshape(len(samples), -1)
-            for row,sample,n in zip(rows, samples, lengths): self._fill(row, sample.get(name), n*(len(row)//max(lengths)))
+            for row,sample,n in zip(rows, samples, lengths):
+                self._fill(row, sample.get(name), n*(len(row)//max(lengths)))
         return batch
 
     def _fill(self, row, tensor, nbytes):

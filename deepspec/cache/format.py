@@ -62,7 +62,8 @@ def tensor_offsets(
 INDEX_RECORD_STRUCT = struct.Struct('<QIIQQQQQ')
 INDEX_RECORD_SIZE = INDEX_RECORD_STRUCT.size
 OFFSET_FIELDS = tuple(f'{name}_offset' for name in TENSOR_NAMES)
-INDEX_DTYPE = np.dtype([('sample_id','<u8'), ('shard_id','<u4'), ('seq_len','<u4'), *((f,'<u8') for f in OFFSET_FIELDS)])
+INDEX_DTYPE = np.dtype([('sample_id','<u8'), ('shard_id','<u4'), ('seq_len','<u4'),
+                        *((f,'<u8') for f in OFFSET_FIELDS)])
 
 @dataclass(frozen=True)
 class IndexRecord:
@@ -143,17 +144,22 @@ def _int(obj, key, path, low, high):
     return v
 
 # %% ../../nbs/01_cache_format.ipynb #c025
-MAX_SAMPLES,MAX_SHARDS,MAX_HIDDEN,MAX_LAYERS = 1<<40,1<<20,1<<20,1<<12 # far above any real cache; keeps products below 2**64
-MANIFEST_KEYS = ('version', 'num_samples', 'num_shards', 'target_layer_ids', *DTYPES, 'index_record_size', 'hidden_size', 'shards')
+# far above any real cache, and low enough to keep every product below 2**64
+MAX_SAMPLES,MAX_SHARDS,MAX_HIDDEN,MAX_LAYERS = 1<<40,1<<20,1<<20,1<<12
+MANIFEST_KEYS = ('version', 'num_samples', 'num_shards', 'target_layer_ids', *DTYPES, 'index_record_size',
+                 'hidden_size', 'shards')
 
 def _check_constants(obj, path):
     "`ValueError` unless version, dtypes and record size are those of protocol version 2"
     if not isinstance(obj, dict): refuse(path, type(obj).__name__, 'a JSON object')
-    if missing := [k for k in MANIFEST_KEYS if k not in obj]: refuse(path, f"no {', '.join(missing)}", f"the keys {', '.join(MANIFEST_KEYS)}")
+    if missing := [k for k in MANIFEST_KEYS if k not in obj]:
+        refuse(path, f"no {', '.join(missing)}", f"the keys {', '.join(MANIFEST_KEYS)}")
     if obj['version'] != CACHE_VERSION:
-        refuse(path, f"version {obj['version']!r}", f"version {CACHE_VERSION}", 'rebuild the cache with this version of the package')
+        refuse(path, f"version {obj['version']!r}", f"version {CACHE_VERSION}",
+               'rebuild the cache with this version of the package')
     for k,want in (DTYPES|dict(index_record_size=INDEX_RECORD_SIZE)).items():
-        if obj[k] != want: refuse(path, f"{k}={obj[k]!r}", repr(want), 'rebuild the cache; other layouts are not version 2')
+        if obj[k] != want:
+            refuse(path, f"{k}={obj[k]!r}", repr(want), 'rebuild the cache; other layouts are not version 2')
 
 def _layer_ids(obj, path)->tuple:
     "Captured layers, strictly ascending, -1 allowed"
@@ -168,21 +174,25 @@ def _file_name(name, path)->str:
     "A name that stays inside the cache folder"
     plain = isinstance(name, str) and name not in ('', '.', '..') and not any(c in name for c in '/\\:\0')
     if not plain or name in (MANIFEST_NAME, INDEX_NAME):
-        refuse(path, f"file_name={name!r}", 'a plain file name inside the cache folder', 'do not use this cache: its manifest points elsewhere')
+        refuse(path, f"file_name={name!r}", 'a plain file name inside the cache folder',
+               'do not use this cache: its manifest points elsewhere')
     return name
 
 def _shards(obj, path)->tuple:
     "The shard list, numbered from 0 without gaps"
     entries = obj['shards']
-    if not isinstance(entries, list) or not all(isinstance(e, dict) and {'shard_id', 'file_name'} <= set(e) for e in entries):
+    if not isinstance(entries, list) or not all(isinstance(e, dict) and {'shard_id', 'file_name'} <= set(e)
+                                                for e in entries):
         refuse(path, f"shards of type {type(entries).__name__}", 'a list of {"shard_id", "file_name"}')
-    if _int(obj, 'num_shards', path, 0, MAX_SHARDS) != len(entries): refuse(path, f"num_shards={obj['num_shards']}", f"{len(entries)}, the length of shards")
+    if _int(obj, 'num_shards', path, 0, MAX_SHARDS) != len(entries):
+        refuse(path, f"num_shards={obj['num_shards']}", f"{len(entries)}, the length of shards")
     shards = []
     for i,e in enumerate(entries):
         if e['shard_id'] != i: refuse(path, f"shard_id={e['shard_id']!r} at position {i}", f"shard_id={i}")
         shards.append(ShardEntry(shard_id=i, file_name=_file_name(e['file_name'], path),
                                  extra={k: v for k,v in e.items() if k not in ('shard_id', 'file_name')}))
-    if len({s.file_name for s in shards}) < len(shards): refuse(path, 'one file_name twice', 'a file of its own for each shard')
+    if len({s.file_name for s in shards}) < len(shards):
+        refuse(path, 'one file_name twice', 'a file of its own for each shard')
     return tuple(shards)
 
 # %% ../../nbs/01_cache_format.ipynb #c028
@@ -192,7 +202,8 @@ def unpack_manifest(
 )->CacheManifest: # Checked in itself; files are not touched
     "The manifest in a parsed JSON value; `ValueError` for anything that is not protocol version 2"
     _check_constants(obj, path)
-    return CacheManifest(num_samples=_int(obj, 'num_samples', path, 0, MAX_SAMPLES), target_layer_ids=_layer_ids(obj, path),
+    return CacheManifest(num_samples=_int(obj, 'num_samples', path, 0, MAX_SAMPLES),
+                         target_layer_ids=_layer_ids(obj, path),
                          hidden_size=_int(obj, 'hidden_size', path, 1, MAX_HIDDEN), shards=_shards(obj, path),
                          extra={k: v for k,v in obj.items() if k not in MANIFEST_KEYS})
 
@@ -257,7 +268,8 @@ def check_records(
 def _refuse_offset(manifest, record, name, need, room, folder):
     "Say which shard is too short for which sample"
     refuse(folder/manifest.shards[int(record['shard_id'])].file_name, f'{room} bytes',
-           f"at least {int(record[name]) + need}, for {name} of sample {int(record['sample_id'])}; the shard is cut short or the index is wrong")
+           f"at least {int(record[name]) + need}, for {name} of sample {int(record['sample_id'])}; "
+           "the shard is cut short or the index is wrong")
 
 # %% ../../nbs/01_cache_format.ipynb #c038
 def validate_target_cache_manifest(
@@ -269,7 +281,8 @@ def validate_target_cache_manifest(
     records = map_index(cache_dir/INDEX_NAME, manifest.num_samples)
     sizes = [file_nbytes(cache_dir/s.file_name) for s in manifest.shards]
     for s,nbytes in zip(manifest.shards, sizes):
-        if (want := s.extra.get('num_bytes', nbytes)) != nbytes: refuse(cache_dir/s.file_name, f'{nbytes} bytes', f'{want}')
+        if (want := s.extra.get('num_bytes', nbytes)) != nbytes:
+            refuse(cache_dir/s.file_name, f'{nbytes} bytes', f'{want}')
     check_records(records, manifest, sizes, cache_dir/INDEX_NAME)
     return manifest
 
@@ -295,8 +308,11 @@ def validate_train_cache(
     "The manifest of a cache a draft of this configuration can train on; `ValueError` lists every difference"
     manifest = validate_target_cache_manifest(cache_dir)
     cached,wanted = manifest.extra.get('target_model_name_or_path'),target_model_name_or_path
-    pairs = [('target_layer_ids', list(manifest.target_layer_ids), list(target_layer_ids)), ('hidden_size', manifest.hidden_size, hidden_size)]
-    if cached and wanted and _name_tail(cached) != _name_tail(wanted): pairs.append(('target_model_name_or_path', cached, wanted))
+    pairs = [('target_layer_ids', list(manifest.target_layer_ids), list(target_layer_ids)),
+             ('hidden_size', manifest.hidden_size, hidden_size)]
+    if cached and wanted and _name_tail(cached) != _name_tail(wanted):
+        pairs.append(('target_model_name_or_path', cached, wanted))
     if differ := [f'{k}: cache {a!r}, draft {b!r}' for k,a,b in pairs if a != b]:
-        raise ValueError(f"{Path(cache_dir)/MANIFEST_NAME}: {'; '.join(differ)}; build a cache for this draft, or change the draft's configuration")
+        raise ValueError(f"{Path(cache_dir)/MANIFEST_NAME}: {'; '.join(differ)}; "
+                         "build a cache for this draft, or change the draft's configuration")
     return manifest

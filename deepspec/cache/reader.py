@@ -21,15 +21,17 @@ def map_file(
     path, # Shard file
 )->mmap.mmap: # Its bytes
     "Private memory map of a file; writes to it stay in this process"
-    no_reserve = {'linux': 0x4000, 'darwin': 0x40}.get(sys.platform, 0) # MAP_NORESERVE, which Python names only since 3.13
+    # MAP_NORESERVE, which Python names only since 3.13
+    no_reserve = {'linux': 0x4000, 'darwin': 0x40}.get(sys.platform, 0)
     with open(path, 'rb') as f:
         return mmap.mmap(f.fileno(), 0, flags=mmap.MAP_PRIVATE|no_reserve, prot=mmap.PROT_READ|mmap.PROT_WRITE)
 
 # %% ../../nbs/17_cache_reader.ipynb #c010
-DATASET_TENSORS = dict(input_ids=torch.int32, loss_mask=torch.uint8, target_hidden_states=torch.bfloat16, target_last_hidden_states=torch.bfloat16)
+DATASET_TENSORS = dict(input_ids=torch.int32, loss_mask=torch.uint8, target_hidden_states=torch.bfloat16,
+                       target_last_hidden_states=torch.bfloat16)
 
 class CacheDataset(torch.utils.data.Dataset):
-    "Samples of a target cache: `input_ids` [S], `loss_mask` [S], `target_hidden_states` [S, L·H], `target_last_hidden_states` [S, H]"
+    "Samples of a cache: ids and loss mask [S], `target_hidden_states` [S, L·H], `target_last_hidden_states` [S, H]"
     def __init__(self,
         path, # Folder of the cache, or a URL that fsspec knows
         max_open_shards:int=4, # Shards mapped at the same time
@@ -75,7 +77,8 @@ class CacheDataset(torch.utils.data.Dataset):
         sample_id,shard_id,seq_len,*offsets = self.records[self._range[i]].item()
         m,offsets = self._map(shard_id),dict(zip(TENSOR_NAMES, offsets))
         shape = self.manifest.shape
-        widths = dict(target_hidden_states=shape.num_layers*shape.hidden_size, target_last_hidden_states=shape.hidden_size)
+        widths = dict(target_hidden_states=shape.num_layers*shape.hidden_size,
+                      target_last_hidden_states=shape.hidden_size)
         def view(name, dtype):
             w = widths.get(name, 1)
             t = torch.frombuffer(m, dtype=dtype, count=seq_len*w, offset=offsets[name])

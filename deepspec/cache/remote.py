@@ -33,7 +33,8 @@ def _make_room(
     keep_nbytes:int, # What may stay
 ):
     "Delete the shards used longest ago; a process that has one mapped keeps its bytes until it lets go"
-    files = sorted(((p.stat().st_atime_ns, p.stat().st_size, p) for p in folder.glob('*') if p.name not in (MANIFEST_NAME, INDEX_NAME, '.fetch')))
+    files = sorted(((p.stat().st_atime_ns, p.stat().st_size, p) for p in folder.glob('*')
+                    if p.name not in (MANIFEST_NAME, INDEX_NAME, '.fetch')))
     total = sum(n for _,n,_ in files)
     for _,n,path in files:
         if total <= keep_nbytes: break
@@ -61,12 +62,15 @@ class RemoteCache:
         "The checked manifest; manifest and index are copied afresh, shards are only listed"
         fs,root = self._fs()
         try: self.sizes = {e['name'].rstrip('/').split('/')[-1]: e['size'] for e in fs.ls(root, detail=True)}
-        except FileNotFoundError: raise ValueError(f"{self.url}: no such folder; check the URL and your credentials") from None
+        except FileNotFoundError:
+            raise ValueError(f"{self.url}: no such folder; check the URL and your credentials") from None
         for name in (MANIFEST_NAME, INDEX_NAME):
-            if name not in self.sizes: refuse(f'{self.url}/{name}', 'no such file', 'a complete cache', 'finish the build or the upload first')
+            if name not in self.sizes:
+                refuse(f'{self.url}/{name}', 'no such file', 'a complete cache', 'finish the build or the upload first')
         self._copy(MANIFEST_NAME)
         manifest = read_manifest(self.folder)
-        if (n := self.sizes[INDEX_NAME]) != (want := manifest.num_samples*56): refuse(f'{self.url}/{INDEX_NAME}', f'{n} bytes', want)
+        if (n := self.sizes[INDEX_NAME]) != (want := manifest.num_samples*56):
+            refuse(f'{self.url}/{INDEX_NAME}', f'{n} bytes', want)
         self._copy(INDEX_NAME)
         check_records(map_index(self.index_path, manifest.num_samples), manifest,
                       [self._size(s.file_name) for s in manifest.shards], f'{self.url}/{INDEX_NAME}')
@@ -79,10 +83,12 @@ class RemoteCache:
     def _copy(self, name)->Path:
         "Fetch one file under its own name, atomically"
         fs,root = self._fs()
-        with fs.open(f'{root}/{name}', 'rb') as src, atomic_open(self.folder/name) as dest: shutil.copyfileobj(src, dest, 1<<22)
+        with fs.open(f'{root}/{name}', 'rb') as src, atomic_open(self.folder/name) as dest:
+            shutil.copyfileobj(src, dest, 1<<22)
         if (n := (self.folder/name).stat().st_size) != self.sizes[name]:
             (self.folder/name).unlink()
-            refuse(f'{self.url}/{name}', f'{n} bytes', self.sizes[name], 'it changed or broke off while it was read; try again')
+            refuse(f'{self.url}/{name}', f'{n} bytes', self.sizes[name],
+                   'it changed or broke off while it was read; try again')
         return self.folder/name
 
     def fetch(self,

@@ -29,7 +29,9 @@ def shape_from_config(
         config = read_json(where, "give a target's folder or its config.json")
     elif not isinstance(config, dict): config = config.to_dict()
     text = config.get('text_config') or config
-    if 'hidden_size' not in text: raise ValueError(f"{where}: no hidden_size, expected a decoder's configuration; give the target's own config.json")
+    if 'hidden_size' not in text:
+        raise ValueError(f"{where}: no hidden_size, expected a decoder's configuration; "
+                         "give the target's own config.json")
     return CacheShape(hidden_size=text['hidden_size'], num_layers=num_layers)
 
 # %% ../../nbs/02_cache_size.ipynb #c012
@@ -86,9 +88,11 @@ def plan_cache(
     "What a cache of these samples will take; `ValueError` without a single length"
     seq_lens = np.asarray(seq_lens, np.int64)
     if not len(seq_lens) or seq_lens.min() < 1:
-        raise ValueError(f"seq_lens: {len(seq_lens)} lengths, expected at least one and none below 1; is the data empty, or all of it filtered?")
+        raise ValueError(f"seq_lens: {len(seq_lens)} lengths, expected at least one and none below 1; "
+                         "is the data empty, or all of it filtered?")
     if max_length: seq_lens = np.minimum(seq_lens, max_length)
-    return CachePlan(shape=shape, seq_lens=seq_lens, num_samples=num_samples or len(seq_lens), max_shard_bytes=max_shard_bytes,
+    return CachePlan(shape=shape, seq_lens=seq_lens, num_samples=num_samples or len(seq_lens),
+                     max_shard_bytes=max_shard_bytes,
                      free_nbytes=None if out_dir is None else free_nbytes(out_dir), tokens_per_s=tokens_per_s)
 
 # %% ../../nbs/02_cache_size.ipynb #c019
@@ -107,8 +111,10 @@ def savings(
     ways = [saving(f"{k} of {plan.shape.num_layers} layers", replace(plan, shape=replace(plan.shape, num_layers=k)))
             for k in range(plan.shape.num_layers - 1, 0, -1)]
     longest = int(plan.seq_lens.max())
-    ways += [saving(f"max_length {m}", replace(plan, seq_lens=np.minimum(plan.seq_lens, m))) for m in (4096, 2048, 1024, 512) if m < longest]
-    return ways + [saving(f"{n:,} samples", replace(plan, num_samples=n)) for f in (2, 4, 10) if (n := plan.num_samples//f)]
+    ways += [saving(f"max_length {m}", replace(plan, seq_lens=np.minimum(plan.seq_lens, m)))
+             for m in (4096, 2048, 1024, 512) if m < longest]
+    return ways + [saving(f"{n:,} samples", replace(plan, num_samples=n)) for f in (2, 4, 10)
+                   if (n := plan.num_samples//f)]
 
 # %% ../../nbs/02_cache_size.ipynb #c024
 def _largest(fits, high:int)->int:
@@ -124,8 +130,10 @@ def ways_to_fit(
     room:int, # Bytes there are
 )->list: # Settings, largest that fit, as text
     "For each way of making the cache smaller, the largest setting that fits into `room`"
-    layers = _largest(lambda k: k == 0 or replace(plan, shape=replace(plan.shape, num_layers=k)).num_bytes <= room, plan.shape.num_layers)
-    length = _largest(lambda m: m == 0 or replace(plan, seq_lens=np.minimum(plan.seq_lens, m)).num_bytes <= room, int(plan.seq_lens.max()))
+    layers = _largest(lambda k: k == 0 or replace(plan, shape=replace(plan.shape, num_layers=k)).num_bytes <= room,
+                      plan.shape.num_layers)
+    length = _largest(lambda m: m == 0 or replace(plan, seq_lens=np.minimum(plan.seq_lens, m)).num_bytes <= room,
+                      int(plan.seq_lens.max()))
     samples = int(room/(plan.num_bytes/plan.num_samples))
     return [f'{n:,} {what}' if what == 'samples' else f'{what} {n}' for n,what in
             ((layers, 'target layers:'), (length, 'max_length'), (samples, 'samples')) if n]
@@ -143,7 +151,8 @@ def plan_table(
             ('tokens', f"{plan.num_tokens:,}"),
             ('total', human_nbytes(plan.num_bytes) + ('' if plan.exact else f" ± {human_nbytes(plan.stderr_nbytes)}")),
             ('shards', f"{plan.num_shards:,} of at most {human_nbytes(plan.max_shard_bytes)}")]
-    if plan.free_nbytes is not None: rows.append(('free space', f"{human_nbytes(plan.free_nbytes)}, {'enough' if plan.fits else 'too little'}"))
+    if plan.free_nbytes is not None:
+        rows.append(('free space', f"{human_nbytes(plan.free_nbytes)}, {'enough' if plan.fits else 'too little'}"))
     if plan.hours is not None: rows.append(('time', f"{plan.hours:.1f} h at {plan.tokens_per_s:,.0f} tokens/s"))
     rows += [(f'with {s.change}', f"{human_nbytes(s.num_bytes)}, saves {s.saved:.0%}") for s in savings(plan)]
     if plan.fits is False: rows += [('would fit', way) for way in ways_to_fit(plan, plan.free_nbytes)]

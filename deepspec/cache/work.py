@@ -23,7 +23,8 @@ class Rank:
         "Rank from `RANK`, `WORLD_SIZE` and `LOCAL_RANK`; a single process where they are unset"
         me = cls(*(int(os.environ.get(k, d)) for k,d in (('RANK', 0), ('WORLD_SIZE', 1), ('LOCAL_RANK', 0))))
         if not 0 <= me.rank < me.world_size:
-            raise ValueError(f"RANK={me.rank}, expected 0 to {me.world_size - 1} for WORLD_SIZE={me.world_size}; start all ranks with torchrun")
+            raise ValueError(f"RANK={me.rank}, expected 0 to {me.world_size - 1} for WORLD_SIZE={me.world_size}; "
+                             "start all ranks with torchrun")
         return me
     def order(self, n:int)->list:
         "All of n tasks, this rank's share first; the rest is for helping out"

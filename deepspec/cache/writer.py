@@ -31,8 +31,10 @@ def check_sample(
 ):
     "`ValueError` names the tensor with a wrong dtype or shape"
     seq_len = len(sample['input_ids'])
-    widths = dict(target_hidden_states=(shape.num_layers*shape.hidden_size,), target_last_hidden_states=(shape.hidden_size,))
-    if not seq_len: raise ValueError("input_ids: a sample of no tokens, expected at least 1; drop it before the capture")
+    widths = dict(target_hidden_states=(shape.num_layers*shape.hidden_size,),
+                  target_last_hidden_states=(shape.hidden_size,))
+    if not seq_len:
+        raise ValueError("input_ids: a sample of no tokens, expected at least 1; drop it before the capture")
     for name,dtype in SAMPLE_DTYPES.items():
         t,want = sample[name],(seq_len, *widths.get(name, ()))
         if t.dtype != dtype or tuple(t.shape) != want:
@@ -65,7 +67,8 @@ class ShardWriter:
         if self.num_samples and self.num_bytes + nbytes > self.max_shard_bytes: self.finish()
         if self.file is None: self._open()
         seq_len = nbytes//token_nbytes(self.shape)
-        self.records.append((len(self.records), len(self.shards), seq_len, *tensor_offsets(self.shape, seq_len, self.num_bytes)))
+        self.records.append((len(self.records), len(self.shards), seq_len,
+                             *tensor_offsets(self.shape, seq_len, self.num_bytes)))
         for b in buffers:
             self.file.write(b)
             self.hash.update(b)
@@ -83,7 +86,8 @@ class ShardWriter:
         self.file.flush()
         os.fsync(self.file.fileno())
         self.file.close()
-        facts = dict(num_bytes=self.num_bytes, num_samples=self.num_samples, algorithm='xxh3-128', checksum=self.hash.hexdigest())
+        facts = dict(num_bytes=self.num_bytes, num_samples=self.num_samples, algorithm='xxh3-128',
+                     checksum=self.hash.hexdigest())
         self.shards.append(ShardEntry(shard_id=len(self.shards), file_name=shard_name(len(self.shards)), extra=facts))
         self.file,self.num_samples = None,0
 
@@ -131,7 +135,8 @@ class AsyncTargetCacheWriter:
             self._changed.notify_all()
 
     def _has_room(self, nbytes)->bool:
-        return not self._queue or (len(self._queue) < self.max_queue_size and self._queued_nbytes + nbytes <= self.max_queue_bytes)
+        return not self._queue or (len(self._queue) < self.max_queue_size
+                                   and self._queued_nbytes + nbytes <= self.max_queue_bytes)
 
     def _raise_if_over(self):
         "Raise the thread's failure, or say that the writer is closed"
@@ -189,7 +194,8 @@ def finish_cache(
     cache_dir,index = Path(cache_dir),written.records.tobytes()
     fsync_dir(cache_dir)
     with atomic_open(cache_dir/INDEX_NAME) as f: f.write(index)
-    manifest = CacheManifest(num_samples=len(written.records), target_layer_ids=tuple(target_layer_ids), hidden_size=hidden_size,
+    manifest = CacheManifest(num_samples=len(written.records), target_layer_ids=tuple(target_layer_ids),
+                             hidden_size=hidden_size,
                              shards=written.shards, extra=extra|dict(index_checksum=checksum_bytes(index)))
     write_manifest(cache_dir, manifest)
     return manifest
@@ -204,7 +210,8 @@ def write_cache(
 )->CacheManifest: # What was written
     "Write a complete cache from samples in memory; `ValueError` if the folder holds anything"
     cache_dir = Path(cache_dir)
-    if cache_dir.exists() and any(cache_dir.iterdir()): raise ValueError(f"{cache_dir}: not empty; choose a new folder for the cache")
+    if cache_dir.exists() and any(cache_dir.iterdir()):
+        raise ValueError(f"{cache_dir}: not empty; choose a new folder for the cache")
     cache_dir.mkdir(parents=True, exist_ok=True)
     shape = CacheShape(hidden_size=hidden_size, num_layers=len(target_layer_ids))
     with AsyncTargetCacheWriter(cache_dir, shape, max_shard_bytes=max_shard_bytes) as writer:
