@@ -99,7 +99,8 @@ def _proposal_of(draft, hidden_SC, next_ids_S):
 
 def _check_proposals(folder, checkpoint, target):
     "Proposals of both folders on the same hidden states, the target's own where there is one; returns findings"
-    written,source = load_draft(folder), load_draft(checkpoint).bfloat16().float() # the layout stores bf16
+    written,source = load_draft(folder), load_draft(checkpoint)
+    for p in source.parameters(): p.data = p.data.bfloat16().float() # as the layout stores it; buffers stay exact
     ids_S = torch.arange(5, 21) % written.config.vocab_size
     if target is None:
         width = len(written.config.target_layer_ids)*written.config.hidden_size

@@ -92,9 +92,9 @@ def best_budget(
     stop:bool, # Whether to stop at the first token that does not improve the throughput
 )->int: # Tokens to verify altogether, the requests' own not counted
     "How many of the best tokens to verify for the most tokens/s"
-    R,ranked = len(survival_RK), _ranked(survival_RK)
+    R,room = len(survival_RK), table.num_tokens[-1] - len(survival_RK) # nothing beyond the table is admitted
     tau,best,budget = float(R), R*table(R), 0
-    for i,(a,_) in enumerate(ranked, 1):
+    for i,(a,_) in enumerate(_ranked(survival_RK)[:room], 1):
         tau += a
         throughput = tau*table(R + i)
         if throughput > best: best,budget = throughput,i
