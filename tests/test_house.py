@@ -56,3 +56,13 @@ def test_nothing_names_this_machine():
     tracked = [p for d in ('nbs', 'reports', 'docs', 'tests', 'benchmarks') for p in (ROOT/d).rglob('*')
                if p.suffix in ('.ipynb', '.py', '.md') and '_build' not in p.parts]
     assert [str(p) for p in tracked if any(n in p.read_text(encoding='utf-8') for n in names)] == []
+
+
+@pytest.mark.parametrize('path', NOTEBOOKS, ids=lambda p: p.stem)
+def test_imports_have_cells_of_their_own(path):
+    "The docs build runs every cell that imports something, so such a cell may do nothing else"
+    for source in cells(path):
+        lines = [line for line in source.splitlines() if line and not line.startswith(('#', ' ', ')'))]
+        imports = [line for line in lines if re.match(r'(import|from) ', line)]
+        if imports and 'eval: false' not in source and '#| slow' not in source:
+            assert len(imports) == len(lines), f'imports and code in one cell: {source[:80]}'

@@ -25,7 +25,7 @@ class Recorded:
     proposed_NK:np.ndarray # Whether the slot was proposed at all
     answer_N:np.ndarray # Which answer the cycle belongs to, counted from 0 in the order of the file
 
-    def take(self, rows): return Recorded(self.logits_NK[rows], self.accepted_NK[rows], self.proposed_NK[rows], self.answer_N[rows])
+    def take(self, rows): return Recorded(*(v[rows] for v in vars(self).values()))
     @property
     def num_slots(self)->int: return self.logits_NK.shape[1]
 
@@ -37,7 +37,8 @@ def recorded_cycles(
     rows = [r for r in rows if r['proposed']]
     if not rows: raise ValueError(f"{where}: no cycle with a proposal; evaluate the draft on more prompts")
     if bare := next((r for r in rows if len(r['confidence_logits']) != len(r['proposed'])), None):
-        raise ValueError(f"{where}: cycle {bare['cycle']} of {bare['id']} has no confidence for each slot; this draft has no confidence head")
+        raise ValueError(f"{where}: cycle {bare['cycle']} of {bare['id']} lacks confidences; "
+                         "this draft has no confidence head, so train one that has")
     N,K = len(rows), max(len(r['proposed']) for r in rows)
     logits,accepted,proposed = np.zeros((N, K)), np.zeros((N, K), bool), np.zeros((N, K), bool)
     for i,r in enumerate(rows):
@@ -56,11 +57,12 @@ def load_recorded(
     if not path.is_file(): raise ValueError(f"{path}: no such file; run an evaluation, which writes it")
     config = read_json(path.parent/'run.json')['config']['decode'] if (path.parent/'run.json').exists() else {}
     if config.get('confidence_threshold'):
-        raise ValueError(f"{path}: recorded at confidence_threshold {config['confidence_threshold']}, so unlikely slots are missing; "
-                         "evaluate again at 0")
+        raise ValueError(f"{path}: recorded at confidence_threshold {config['confidence_threshold']}, "
+                         "so unlikely slots are missing; evaluate again at 0")
     with open(path, encoding='utf-8') as f: rows = [json.loads(line) for line in f]
     names = sorted({r['draft'] for r in rows})
-    if draft not in names: raise ValueError(f"{path}: holds no cycles of {draft!r}, only of {', '.join(names) or 'nobody'}")
+    if draft not in names:
+        raise ValueError(f"{path}: holds no cycles of {draft!r}, only of {', '.join(names) or 'nobody'}; name it")
     return recorded_cycles([r for r in rows if r['draft'] == draft], str(path))
 
 # %% ../../nbs/42_calibrate.ipynb #c010
@@ -121,15 +123,15 @@ def fit_temperatures(
     grid=TEMPERATURE_GRID, # Temperatures tried for each slot
     num_bins:int=10, # Of the calibration error
 )->tuple: # T_k by slot
-    "Sequential Temperature Scaling: from left to right, the T_k whose calibrated survival has the least calibration error"
+    "Sequential Temperature Scaling: left to right, the T_k whose calibrated survival has the least calibration error"
     before_N,found = np.ones(len(recorded.logits_NK)), []
     for k in range(recorded.num_slots):
         rows = recorded.proposed_NK[:, k]
         if not rows.any(): raise ValueError(f"slot {k} was never proposed; record cycles with the whole block")
-        errors = [expected_calibration_error(before_N[rows]/(1 + np.exp(-recorded.logits_NK[rows, k]/t)), recorded.accepted_NK[rows, k], num_bins)
-                  for t in grid]
+        a,logit,accepted = before_N[rows], recorded.logits_NK[rows, k], recorded.accepted_NK[rows, k]
+        errors = [expected_calibration_error(a/(1 + np.exp(-logit/t)), accepted, num_bins) for t in grid]
         least = np.flatnonzero(np.array(errors) <= min(errors) + 1e-12)
-        found.append(float(min(np.asarray(grid)[least], key=lambda t: abs(np.log(t))))) # of equals, the one that changes least
+        found.append(float(min(np.asarray(grid)[least], key=lambda t: abs(np.log(t))))) # of equals, the nearest to 1
         before_N = before_N/(1 + np.exp(-recorded.logits_NK[:, k]/found[-1]))
     return tuple(found)
 
@@ -141,8 +143,10 @@ def split_answers(
 )->tuple: # Two `Recorded`
     "Cycles of some answers to fit on, cycles of the others to measure on; `ValueError` with fewer than two answers"
     num_answers = int(recorded.answer_N.max()) + 1
-    if num_answers < 2: raise ValueError("cycles come from one answer only; record at least two to fit on one and measure on the other")
-    chosen = np.random.default_rng(seed).permutation(num_answers)[:min(max(round(share*num_answers), 1), num_answers - 1)]
+    if num_answers < 2:
+        raise ValueError("cycles come from one answer only; record more, to fit on some and measure on others")
+    num_chosen = min(max(round(share*num_answers), 1), num_answers - 1)
+    chosen = np.random.default_rng(seed).permutation(num_answers)[:num_chosen]
     first = np.isin(recorded.answer_N, chosen)
     return recorded.take(first), recorded.take(~first)
 
@@ -151,7 +155,7 @@ def slot_quality(
     temperatures=None, # T_k; None for raw confidences
     num_bins:int=10, # Of error and diagram
 )->list: # One dictionary a slot
-    "ECE, Brier and AUROC of the survival chance at each slot, AUROC of the confidence where the slot was reached, and the diagram"
+    "ECE, Brier, AUROC and diagram of the survival chance at each slot; AUROC of the confidence where it was reached"
     chances_NK = survival_chances(recorded.logits_NK, temperatures)
     rows = []
     for k in range(min(recorded.num_slots, chances_NK.shape[1])):
@@ -175,7 +179,7 @@ def calibrate_draft(
     seed:int=0, # Of the split
     num_bins:int=10, # Of the calibration error
 )->dict: # The content of the file
-    "Fit temperatures on some answers, measure them on the others, save both. `ValueError` on too few or unsuitable cycles"
+    "Fit temperatures on some answers, measure them on the others, save both. `ValueError` on unsuitable cycles"
     fitted_on,held_out = split_answers(load_recorded(cycles, draft), share, seed)
     temperatures = fit_temperatures(fitted_on, num_bins=num_bins)
     found = dict(version=1, method='sequential temperature scaling', draft=draft, temperatures=list(temperatures),
@@ -193,5 +197,5 @@ def load_calibration(
     found = read_json(path, 'calibrate the draft first')
     temperatures = found.get('temperatures')
     if not temperatures or not all(isinstance(t, (int, float)) and t > 0 for t in temperatures):
-        raise ValueError(f"{path}: `temperatures` must be positive numbers, found {temperatures!r}; calibrate the draft again")
+        raise ValueError(f"{path}: `temperatures` must be positive numbers, found {temperatures!r}; calibrate again")
     return tuple(map(float, temperatures))

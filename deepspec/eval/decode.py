@@ -57,7 +57,8 @@ class RowCache(Cache):
     )->torch.Tensor: # int64 [B, N], also the positions
         "Columns of the coming pass"
         if (need := max(self.lens) + num_tokens) > self.capacity:
-            raise ValueError(f"RowCache: {need} columns needed, {self.capacity} reserved; reserve prompt + new tokens + block")
+            raise ValueError(f"RowCache: {need} columns needed, {self.capacity} reserved; "
+                             "reserve prompt + new tokens + block")
         self.end = need
         self.columns_BN = torch.tensor(self.lens, device=device)[:, None] + torch.arange(num_tokens, device=device)
         self.rows_B1 = torch.arange(len(self.lens), device=device)[:, None]
@@ -76,11 +77,12 @@ class RowCache(Cache):
 
 # %% ../../nbs/40_decode.ipynb #c012
 def _windows(config)->dict:
-    "Sliding window of each attention type of a model, None where it sees everything; one entry where all layers are alike"
+    "Sliding window of each attention type, None where it sees everything; one entry where all layers are alike"
     window = getattr(config, 'sliding_window', None) if getattr(config, 'use_sliding_window', True) else None
     kinds = set(getattr(config, 'layer_types', None) or ['sliding_attention' if window else 'full_attention'])
     if unknown := kinds - {'full_attention', 'sliding_attention'}:
-        raise ValueError(f"{config.model_type}: layers of type {', '.join(sorted(unknown))} have no per-row cache here; use a target with attention layers")
+        raise ValueError(f"{config.model_type}: {', '.join(sorted(unknown))} layers have no per-row cache here; "
+                         "use a target with attention layers")
     return {k: window if k == 'sliding_attention' else None for k in sorted(kinds)}
 
 def position_masks(
@@ -107,7 +109,8 @@ class TargetSession:
                              "load the target with attn_implementation='sdpa', or decode with batch_size=1")
         self.target,self.seconds,self.num_passes = target,0.,0
         self.cache = RowCache(target.num_layers, batch_size, capacity)
-        self.cache_argument = 'cache' if 'cache' in inspect.signature(target.model.forward).parameters else 'past_key_values'
+        parameters = inspect.signature(target.model.forward).parameters
+        self.cache_argument = 'cache' if 'cache' in parameters else 'past_key_values' # transformers renamed it
         self.tap = LayerTap(target, target_layer_ids) if target_layer_ids else None
 
     def __enter__(self):
@@ -122,7 +125,8 @@ class TargetSession:
         if len(columns_BN) == 1: return None
         masks = position_masks(columns_BN, self.cache.end, self.target.config)
         if self.target.config._attn_implementation == 'sdpa': return masks
-        add = lambda m: torch.zeros(m.shape, dtype=self.target.dtype, device=m.device).masked_fill(~m, torch.finfo(self.target.dtype).min)
+        lowest = torch.finfo(self.target.dtype).min
+        add = lambda m: torch.zeros(m.shape, dtype=self.target.dtype, device=m.device).masked_fill(~m, lowest)
         return {k: add(m) for k,m in masks.items()} if isinstance(masks, dict) else add(masks)
 
     @torch.no_grad()
@@ -138,9 +142,9 @@ class TargetSession:
         ends = [len(r) - 1 for r in rows]
         kept = sorted(set(ends))
         keep = torch.tensor(kept, device=device) if last_only else 0
-        logits = self.target.model(input_ids=ids_BN, attention_mask=self._masks(columns_BN), position_ids=columns_BN, use_cache=True,
-                                   logits_to_keep=keep, **{self.cache_argument: self.cache}).logits
-        if last_only: logits = logits[torch.arange(len(rows), device=device), torch.tensor([kept.index(e) for e in ends], device=device)]
+        logits = self.target.model(input_ids=ids_BN, attention_mask=self._masks(columns_BN), position_ids=columns_BN,
+                                   use_cache=True, logits_to_keep=keep, **{self.cache_argument: self.cache}).logits
+        if last_only: logits = logits[range(len(rows)), [kept.index(e) for e in ends]]
         hidden = self.tap.take() if self.tap else None
         self.seconds += time.perf_counter() - started
         self.num_passes += 1
@@ -219,8 +223,10 @@ class DecodeConfig:
         if self.temperature < 0: raise ValueError(f"temperature={self.temperature} must be 0 (greedy) or above")
         if self.num_proposed is not None and self.num_proposed < 1:
             raise ValueError(f"num_proposed={self.num_proposed} must be at least 1; use `generate` for plain decoding")
-        if not 0 <= self.confidence_threshold <= 1: raise ValueError(f"confidence_threshold={self.confidence_threshold} is no probability; use 0 to 1")
-        if any(t <= 0 for t in self.confidence_temperatures): raise ValueError(f"confidence_temperatures {self.confidence_temperatures} must be above 0")
+        if not 0 <= self.confidence_threshold <= 1:
+            raise ValueError(f"confidence_threshold={self.confidence_threshold} is no probability; use 0 to 1")
+        if any(t <= 0 for t in self.confidence_temperatures):
+            raise ValueError(f"confidence_temperatures {self.confidence_temperatures} must be above 0")
 
 @dataclass(frozen=True, kw_only=True)
 class Cycle:
@@ -256,7 +262,7 @@ class Decoded:
     @property
     def tokens_per_s(self)->float: return self.num_tokens/self.wall_s
     @property
-    def overhead(self)->float: # Share of the wall time spent outside both models; on a GPU, kernels still running are in it
+    def overhead(self)->float: # Share of the wall time outside both models, on a GPU with kernels still running
         return 1 - (self.target_s + self.draft_s)/self.wall_s
 
 # %% ../../nbs/40_decode.ipynb #c028
@@ -267,29 +273,38 @@ def survival(
     "Estimated chance that each slot and all before it are accepted: the running product of σ(logit_k / T_k)"
     if len(temperatures):
         if len(temperatures) < confidence_logits.shape[-1]:
-            raise ValueError(f"{len(temperatures)} confidence temperatures for {confidence_logits.shape[-1]} slots; calibrate with the block size you decode with")
+            raise ValueError(f"{len(temperatures)} confidence temperatures for {confidence_logits.shape[-1]} slots; "
+                             "calibrate with the block size you decode with")
         confidence_logits = confidence_logits/confidence_logits.new_tensor(temperatures[:confidence_logits.shape[-1]])
     return confidence_logits.sigmoid().cumprod(-1)
 
-def _cut(proposal, num_proposed, config):
-    "Tokens each row offers after the confidence threshold"
-    if not config.confidence_threshold: return num_proposed
+def _cut(proposal, num_proposed, active, config, policy):
+    "Tokens each row offers after the confidence threshold and the policy"
+    if not config.confidence_threshold and policy is None: return num_proposed
     if proposal.confidence_logits_BK is None:
-        raise ValueError("confidence_threshold is set, but this draft has no confidence head; use 0, or a draft with one")
-    kept_B = (survival(proposal.confidence_logits_BK, config.confidence_temperatures) >= config.confidence_threshold).sum(-1)
-    return [min(n, k) for n,k in zip(num_proposed, kept_B.tolist())]
+        raise ValueError("confidence_threshold or a policy is set, but this draft has no confidence head; "
+                         "use 0 and None, or a draft with one")
+    survival_BK = survival(proposal.confidence_logits_BK, config.confidence_temperatures)
+    kept = [min(n, k) for n,k in zip(num_proposed, (survival_BK >= config.confidence_threshold).sum(-1).tolist())]
+    if policy is None: return kept
+    live = [b for b,a in enumerate(active) if a]
+    lengths = policy([row[:kept[b]] for b,row in enumerate(survival_BK.tolist()) if active[b]])
+    for b,n in zip(live, lengths, strict=True): kept[b] = min(n, kept[b])
+    return kept
 
 # %% ../../nbs/40_decode.ipynb #c031
 class _Batch:
     "Answers in the making"
     def __init__(self, num_rows, config, stop_ids):
         self.config,self.stop_ids = config,frozenset(stop_ids)
-        self.tokens,self.cycles,self.reasons = [[] for _ in range(num_rows)], [[] for _ in range(num_rows)], [None]*num_rows
+        self.tokens,self.cycles = [[] for _ in range(num_rows)], [[] for _ in range(num_rows)]
+        self.reasons = [None]*num_rows
 
     @property
     def active(self): return [r is None for r in self.reasons]
     @property
-    def room(self): return [self.config.max_new_tokens - len(t) if r is None else 0 for t,r in zip(self.tokens, self.reasons)]
+    def room(self): # Tokens each row may still commit
+        return [self.config.max_new_tokens - len(t) if r is None else 0 for t,r in zip(self.tokens, self.reasons)]
 
     def add(self, row, ids):
         "Commit tokens up to a stop token; returns how many were committed"
@@ -303,13 +318,14 @@ class _Batch:
     def record(self, row, proposed, num_accepted, next_id, confidence_logits):
         "Commit the outcome of one cycle"
         count = self.add(row, [*proposed[:num_accepted], next_id])
-        if count <= num_accepted: proposed,num_accepted,next_id = proposed[:count],count,None # a stop token was accepted
+        if count <= num_accepted: proposed,num_accepted,next_id = proposed[:count], count, None # accepted a stop token
         self.cycles[row].append(Cycle(proposed=tuple(proposed), num_accepted=num_accepted, bonus_id=next_id,
                                       confidence_logits=tuple(confidence_logits[:len(proposed)])))
 
     def generations(self):
         "The finished answers"
-        return tuple(Generation(tokens=tuple(t), finish_reason=r, cycles=tuple(c)) for t,r,c in zip(self.tokens, self.reasons, self.cycles))
+        rows = zip(self.tokens, self.reasons, self.cycles)
+        return tuple(Generation(tokens=tuple(t), finish_reason=r, cycles=tuple(c)) for t,r,c in rows)
 
 # %% ../../nbs/40_decode.ipynb #c033
 class _Proposing:
@@ -350,18 +366,20 @@ def _verdict(logits_BNV, proposal, num_proposed, config, generator):
     K = logits_BNV.shape[1] - 1
     tokens_BK,num_B = proposal.tokens_BK[:, :K], torch.tensor(num_proposed, device=logits_BNV.device)
     if config.temperature == 0: accepted_B,next_B = verify_greedy(logits_BNV, tokens_BK, num_B)
-    else: accepted_B,next_B = verify_sampled(target_probs(logits_BNV, config.temperature), tokens_BK, proposal.probs_BKV[:, :K], num_B, generator)
+    else:
+        probs_BNV = target_probs(logits_BNV, config.temperature)
+        accepted_B,next_B = verify_sampled(probs_BNV, tokens_BK, proposal.probs_BKV[:, :K], num_B, generator)
     both = torch.stack([accepted_B, next_B]).tolist() # one wait for the device, not two
     return both[0], both[1]
 
-def _cycle(session, proposing, batch, config, generator):
+def _cycle(session, proposing, batch, config, policy, generator):
     "One proposal, one pass of the target, one commit"
     anchors,device = [t[-1] for t in batch.tokens], session.target.device
     num_proposed = [max(0, min(proposing.max_proposed, room - 1)) for room in batch.room]
     proposal,proposed,logits = None,[[] for _ in anchors],[()]*len(anchors)
     if max(num_proposed):
         proposal = proposing.propose(torch.tensor(anchors, device=device), max(num_proposed), config, generator)
-        num_proposed = _cut(proposal, num_proposed, config)
+        num_proposed = _cut(proposal, num_proposed, batch.active, config, policy)
         proposed = [row[:n] for row,n in zip(proposal.tokens_BK.tolist(), num_proposed)]
         if proposal.confidence_logits_BK is not None: logits = proposal.confidence_logits_BK.tolist()
         if not max(num_proposed): proposal = None
@@ -373,8 +391,9 @@ def _cycle(session, proposing, batch, config, generator):
         if active: batch.record(row, proposed[row], accepted[row], next_ids[row], logits[row])
     if hidden_BNC is None: return
     kept = [k if active else 0 for k,active in zip(kept, batch.active)] # a row that just ended drafts no more
-    following = [torch.tensor([*p[:k - 1], n][:k], dtype=torch.long, device=device) for p,k,n in zip(proposed, kept, next_ids)]
-    proposing.extend([h[:k] for h,k in zip(hidden_BNC, kept)], following)
+    following = [[*p[:k - 1], n][:k] for p,k,n in zip(proposed, kept, next_ids)]
+    proposing.extend([h[:k] for h,k in zip(hidden_BNC, kept)],
+                     [torch.tensor(f, dtype=torch.long, device=device) for f in following])
 
 # %% ../../nbs/40_decode.ipynb #c036
 def check_prompts(
@@ -388,11 +407,11 @@ def check_prompts(
     for i,ids in enumerate(prompts):
         if not len(ids): raise ValueError(f"prompt {i} is empty; render it with the chat template first")
         if limit and len(ids) + max_new_tokens > limit:
-            raise ValueError(f"prompt {i}: {len(ids)} tokens and {max_new_tokens} new ones exceed the context limit {limit} of {target.name}; "
-                             "shorten the prompt or lower max_new_tokens")
+            raise ValueError(f"prompt {i}: {len(ids)} tokens and {max_new_tokens} new ones exceed the context "
+                             f"limit {limit} of {target.name}; shorten the prompt or lower max_new_tokens")
 
 @torch.no_grad()
-def _decode(target, draft, prompts, config):
+def _decode(target, draft, prompts, config, policy=None):
     "Decode a batch, with or without a draft"
     check_prompts(target, prompts, config.max_new_tokens)
     generator = torch.Generator(device=target.device).manual_seed(config.seed)
@@ -400,15 +419,16 @@ def _decode(target, draft, prompts, config):
     started = time.perf_counter()
     proposing = _Proposing(draft, len(prompts), config)
     capacity = max(map(len, prompts)) + config.max_new_tokens + proposing.max_proposed + 1
-    with TargetSession(target, len(prompts), capacity, draft.config.target_layer_ids if draft is not None else ()) as session:
+    layer_ids = () if draft is None else draft.config.target_layer_ids
+    with TargetSession(target, len(prompts), capacity, layer_ids) as session:
         logits_BV,hidden_BSC = session.feed(prompts, last_only=True)
         session.commit(map(len, prompts))
         first = _sample(logits_BV, config.temperature, generator).tolist()
         for row,token in enumerate(first): batch.add(row, [token])
         if any(batch.active) and hidden_BSC is not None:
-            following = [torch.tensor([*p[1:], t], dtype=torch.long, device=target.device) for p,t in zip(prompts, first)]
+            following = [torch.tensor([*p[1:], t], device=target.device) for p,t in zip(prompts, first)]
             proposing.extend([h[:len(p)] for h,p in zip(hidden_BSC, prompts)], following)
-        while any(batch.active): _cycle(session, proposing, batch, config, generator)
+        while any(batch.active): _cycle(session, proposing, batch, config, policy, generator)
     return Decoded(generations=batch.generations(), wall_s=time.perf_counter() - started, target_s=session.seconds,
                    draft_s=proposing.seconds, num_passes=session.num_passes)
 
@@ -425,6 +445,7 @@ def speculative_generate(
     draft, # Model with `config.target_layer_ids` and `proposer(batch_size)`
     prompts:list, # Lists of token ids, of any lengths
     config:DecodeConfig=DecodeConfig(), # Length, temperature, proposal, stop tokens, seed
+    policy=None, # Maps survival chances of the live rows to tokens verified in each; None verifies all
 )->Decoded: # Answers, their cycles, and times
     "Speculative decoding; the same answers in fewer passes. `ValueError` on prompts that do not fit"
-    return _decode(target, draft, prompts, config)
+    return _decode(target, draft, prompts, config, policy)

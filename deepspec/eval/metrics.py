@@ -12,7 +12,8 @@ import numpy as np
 
 # %% ../../nbs/40b_metrics.ipynb #c005
 DEFINITIONS = dict(
-    acceptance_length='tokens committed per cycle, bonus token included (tau); the first token of an answer comes from the prompt pass and is not counted',
+    acceptance_length='tokens committed per cycle, bonus token included (tau); the first token of an answer comes from '
+                      'the prompt pass and is not counted',
     draft_acceptance='accepted / proposed tokens',
     survival='accepted at slot k / cycles that proposed slot k; a slot is accepted only together with all before it',
     acceptance_rate='accepted at slot k / cycles that proposed slot k and accepted every slot before it',
@@ -37,7 +38,8 @@ class Acceptance:
 
     def __add__(self, other):
         add = lambda a,b: tuple(x + y for x,y in zip(_pad(a, len(b)), _pad(b, len(a))))
-        return Acceptance(num_cycles=self.num_cycles + other.num_cycles, num_committed=self.num_committed + other.num_committed,
+        return Acceptance(num_cycles=self.num_cycles + other.num_cycles,
+                          num_committed=self.num_committed + other.num_committed,
                           proposed=add(self.proposed, other.proposed), reached=add(self.reached, other.reached),
                           accepted=add(self.accepted, other.accepted))
 
@@ -68,8 +70,9 @@ def count_cycles(
         proposed[:len(c.proposed)] += 1
         reached[:min(len(c.proposed), c.num_accepted + 1)] += 1
         accepted[:c.num_accepted] += 1
+    slots = dict(proposed=proposed, reached=reached, accepted=accepted)
     return Acceptance(num_cycles=len(cycles), num_committed=sum(c.num_committed for c in cycles),
-                      proposed=tuple(proposed.tolist()), reached=tuple(reached.tolist()), accepted=tuple(accepted.tolist()))
+                      **{k: tuple(v.tolist()) for k,v in slots.items()})
 
 # %% ../../nbs/40b_metrics.ipynb #c013
 def bootstrap_interval(
@@ -81,7 +84,8 @@ def bootstrap_interval(
 )->list|None: # [low, high], None where no quotient exists
     "Percentile bootstrap over prompts of sum(numerators)/sum(denominators)"
     num,den = np.asarray(numerators, float), np.asarray(denominators, float)
-    if num.shape != den.shape: raise ValueError(f"bootstrap_interval: {len(num)} numerators, {len(den)} denominators; pass one of each for every prompt")
+    if num.shape != den.shape:
+        raise ValueError(f"bootstrap_interval: {len(num)} numerators, {len(den)} denominators; one of each a prompt")
     if not den.sum(): return None
     drawn = np.random.default_rng(seed).integers(0, len(num), (num_resamples, len(num)))
     total = den[drawn].sum(1)
@@ -99,13 +103,14 @@ def summarize_acceptance(
     column = lambda name, k: [_pad(getattr(c, name), K)[k] for c in counts]
     over = lambda num, den: bootstrap_interval(num, den, seed=seed)
     committed,cycles = [c.num_committed for c in counts], [c.num_cycles for c in counts]
-    verified = [sum(c.proposed) + c.num_cycles for c in counts]
-    accepted = [sum(c.accepted) for c in counts]
+    accepted,proposed = [sum(c.accepted) for c in counts], [sum(c.proposed) for c in counts]
+    verified = [p + c for p,c in zip(proposed, cycles)]
+    by_slot = lambda num, den: [over(column(num, k), column(den, k)) for k in range(K)]
     return dict(
         acceptance_length=total.acceptance_length, acceptance_length_interval=over(committed, cycles),
-        draft_acceptance=total.draft_acceptance, draft_acceptance_interval=over(accepted, [sum(c.proposed) for c in counts]),
+        draft_acceptance=total.draft_acceptance, draft_acceptance_interval=over(accepted, proposed),
         verify_rate=total.verify_rate, verify_rate_interval=over(committed, verified),
-        survival=total.survival, survival_interval=[over(column('accepted', k), column('proposed', k)) for k in range(K)],
-        acceptance_rate=total.acceptance_rate, acceptance_rate_interval=[over(column('accepted', k), column('reached', k)) for k in range(K)],
+        survival=total.survival, survival_interval=by_slot('accepted', 'proposed'),
+        acceptance_rate=total.acceptance_rate, acceptance_rate_interval=by_slot('accepted', 'reached'),
         num_cycles=total.num_cycles, num_committed=total.num_committed,
         slots=dict(proposed=list(total.proposed), reached=list(total.reached), accepted=list(total.accepted)))

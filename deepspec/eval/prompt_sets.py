@@ -21,7 +21,7 @@ def check_eval_row(
 )->dict: # The row
     "The row, if it has an id and at least one user turn with text; `ValueError` otherwise"
     if not isinstance(row, dict) or not isinstance(row.get('id'), str):
-        raise ValueError(f"{where}: wanted an object with a string `id`, found {str(row)[:80]!r}; give every prompt an id")
+        raise ValueError(f"{where}: wanted an object with a string `id`, found {str(row)[:80]!r}; give each an id")
     turns = row.get('turns')
     if not isinstance(turns, list) or not turns or not all(isinstance(t, str) and t.strip() for t in turns):
         raise ValueError(f"{where}: `turns` of {row['id']!r} must be a list of user texts, found {str(turns)[:80]!r}; "
@@ -35,7 +35,7 @@ def load_prompt_set(
     "Rows of a prompt set; `ValueError` on a malformed row, a repeated id, an empty set or too few rows"
     name = 'prompts' if isinstance(source, list) else str(source)
     if not isinstance(source, list) and not Path(source).is_file():
-        raise ValueError(f"{name}: no such file; write it with `deepspec prompts`, or name a JSON Lines file of prompts")
+        raise ValueError(f"{name}: no such file; write it with `deepspec prompts`, or name another JSON Lines file")
     rows = source if isinstance(source, list) else JsonLineDataset([source])
     if num_prompts is not None and num_prompts < 1: raise ValueError(f"num_prompts={num_prompts} must be at least 1")
     if len(rows) < (num_prompts or 1):
@@ -103,4 +103,5 @@ _SAMPLE = dict(
 
 def sample_prompt_sets()->dict: # Set name: rows
     "The bundled prompts by kind"
-    return {name: [dict(id=f'{name}-{i}', turns=list(turns)) for i,turns in enumerate(asked)] for name,asked in _SAMPLE.items()}
+    number = lambda name, asked: [dict(id=f'{name}-{i}', turns=list(turns)) for i,turns in enumerate(asked)]
+    return {name: number(name, asked) for name,asked in _SAMPLE.items()}

@@ -37,9 +37,9 @@ def tiny_qwen(
     "A small random Qwen with tied embeddings, fp32"
     config_class,model_class = FAMILIES[family]
     config = config_class(vocab_size=vocab_size, hidden_size=hidden_size, intermediate_size=2*hidden_size,
-                          num_hidden_layers=num_layers, num_attention_heads=4, num_key_value_heads=2,
-                          head_dim=hidden_size//4, max_position_embeddings=32768, tie_word_embeddings=True,
-                          initializer_range=.08, attn_implementation='sdpa')
+                          num_hidden_layers=num_layers, num_attention_heads=4, num_key_value_heads=4,
+                          max_position_embeddings=32768, tie_word_embeddings=True, initializer_range=.05,
+                          attn_implementation='sdpa', **(dict(head_dim=hidden_size//2) if family == 'qwen3' else {}))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return model_class(config).eval()

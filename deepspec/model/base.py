@@ -36,17 +36,20 @@ class DraftModel(nn.Module):
     @property
     def softcap(self)->float|None: # Gemma4 squashes its logits into this range
         return getattr(self.config, 'final_logit_softcapping', None)
+    def fsdp_units(self)->list: # Modules
+        "Modules that FSDP gathers one at a time; the rest is one unit"
+        return []
     @property
     def dtype(self): return self.lm_head.weight.dtype
     @property
     def device(self): return self.lm_head.weight.device
 
     def init_weights(self, seed:int):
-        "Normal weights of the config's `initializer_range`, the same for the same seed; norms and biases stay as built"
+        "Normal weights of the config's `initializer_range`, the same for the same seed; biases 0, norms as built"
         generator = torch.Generator().manual_seed(seed)
-        for p in self.parameters():
-            if p.ndim > 1 and p.requires_grad:
-                p.data.copy_(torch.randn(p.shape, generator=generator)*self.config.initializer_range)
+        for name,p in self.named_parameters():
+            if name.endswith('bias'): nn.init.zeros_(p) # torch's own start for them is random
+            elif p.ndim > 1 and p.requires_grad: p.data.copy_(torch.randn(p.shape, generator=generator)*self.config.initializer_range)
 
     def copy_frozen(self, target:Target):
         "Take the target's embedding and head; `ValueError` if their shapes differ"

@@ -4,11 +4,12 @@
 
 # %% auto #0
 __all__ = ['QWEN3', 'GEMMA4', 'QWEN3_KEYS', 'ContextLayout', 'context_layout', 'block_attention', 'Qwen3Rope', 'Gemma4Rope',
-           'apply_rope', 'DraftAttention', 'DraftLayer', 'Gemma4DraftAttention', 'Gemma4MLP', 'Gemma4DraftLayer',
-           'Family', 'draft_family', 'draft_shape']
+           'apply_rope', 'DraftAttention', 'Context', 'DraftLayer', 'Gemma4DraftAttention', 'Gemma4MLP',
+           'Gemma4DraftLayer', 'Family', 'draft_family', 'draft_shape']
 
 # %% ../../nbs/24_draft_blocks.ipynb #c003
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -131,29 +132,43 @@ def apply_rope(
 
 # %% ../../nbs/24_draft_blocks.ipynb #c021
 class DraftAttention(nn.Module):
-    "Qwen3's attention with keys from the context and from the block"
-    def __init__(self, config:PretrainedConfig):
+    "Qwen3's attention with keys from the context and from the block; `width` inputs, the hidden size unless said otherwise"
+    def __init__(self, config:PretrainedConfig, width:int|None=None):
         super().__init__()
         H,d = config.hidden_size,config.head_dim
         self.head_dim,self.scale = d, d**-.5
-        self.q_proj = nn.Linear(H, config.num_attention_heads*d, bias=False)
-        self.k_proj = nn.Linear(H, config.num_key_value_heads*d, bias=False)
-        self.v_proj = nn.Linear(H, config.num_key_value_heads*d, bias=False)
+        self.q_proj = nn.Linear(width or H, config.num_attention_heads*d, bias=False)
+        self.k_proj = nn.Linear(width or H, config.num_key_value_heads*d, bias=False)
+        self.v_proj = nn.Linear(width or H, config.num_key_value_heads*d, bias=False)
         self.o_proj = nn.Linear(config.num_attention_heads*d, H, bias=False)
         self.q_norm = Qwen3RMSNorm(d, eps=config.rms_norm_eps)
         self.k_norm = Qwen3RMSNorm(d, eps=config.rms_norm_eps)
 
     def heads(self, x): return x.unflatten(-1, (-1, self.head_dim))
+    def queries(self, x, rope):
+        "Queries [..., h, d], normed and rotated"
+        return apply_rope(self.q_norm(self.heads(self.q_proj(x))), rope)
     def kv(self, x, rope):
         "Keys, normed and rotated, and values [..., g, d] of either source"
         return apply_rope(self.k_norm(self.heads(self.k_proj(x))), rope), self.heads(self.v_proj(x))
 
     def forward(self, h_NKH, context_kv, rope_NK, layout):
-        q = apply_rope(self.q_norm(self.heads(self.q_proj(h_NKH))), rope_NK)
-        o = block_attention(q, context_kv, self.kv(h_NKH, rope_NK), layout, self.scale)
+        "Output [N, K, H] of the slots; `context_kv` as `kv` gives it"
+        o = block_attention(self.queries(h_NKH, rope_NK), context_kv, self.kv(h_NKH, rope_NK), layout, self.scale)
         return self.o_proj(o.flatten(-2))
 
-# %% ../../nbs/24_draft_blocks.ipynb #c022
+# %% ../../nbs/24_draft_blocks.ipynb #c023
+class Context(NamedTuple):
+    "What blocks attend to: vectors with their rope angles, or keys and values made from them before"
+    vectors_TH:torch.Tensor|None=None # Before projection
+    rope_T:tuple|None=None # cos and sin of their positions
+    cached_kv:tuple|None=None # Keys and values [T, g, d] instead
+
+    def kv(self, attention)->tuple: # keys and values [T, g, d]
+        "Keys and values for one layer's attention"
+        return attention.kv(self.vectors_TH, self.rope_T) if self.cached_kv is None else self.cached_kv
+
+# %% ../../nbs/24_draft_blocks.ipynb #c024
 class DraftLayer(nn.Module):
     "Pre-norm residual layer, Qwen3-shaped"
     def __init__(self, config:PretrainedConfig):
@@ -163,21 +178,21 @@ class DraftLayer(nn.Module):
         self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    def forward(self, h_NKH, context_kv, rope_NK, layout):
-        h_NKH = h_NKH + self.self_attn(self.input_layernorm(h_NKH), context_kv, rope_NK, layout)
+    def forward(self, h_NKH, context:Context, rope_NK, layout):
+        h_NKH = h_NKH + self.self_attn(self.input_layernorm(h_NKH), context.kv(self.self_attn), rope_NK, layout)
         return h_NKH + self.mlp(self.post_attention_layernorm(h_NKH))
 
-# %% ../../nbs/24_draft_blocks.ipynb #c024
+# %% ../../nbs/24_draft_blocks.ipynb #c026
 class Gemma4DraftAttention(DraftAttention):
     "Gemma4's full attention with keys from the context and from the block"
-    def __init__(self, config:PretrainedConfig):
+    def __init__(self, config:PretrainedConfig, width:int|None=None):
         nn.Module.__init__(self)
         layer,H = config.per_layer_config[0],config.hidden_size
         d,g = layer.head_dim,layer.num_key_value_heads
         self.head_dim,self.scale = d, 1.
-        self.q_proj = nn.Linear(H, config.num_attention_heads*d, bias=False)
-        self.k_proj = nn.Linear(H, g*d, bias=False)
-        if not config.attention_k_eq_v: self.v_proj = nn.Linear(H, g*d, bias=False)
+        self.q_proj = nn.Linear(width or H, config.num_attention_heads*d, bias=False)
+        self.k_proj = nn.Linear(width or H, g*d, bias=False)
+        if not config.attention_k_eq_v: self.v_proj = nn.Linear(width or H, g*d, bias=False)
         self.o_proj = nn.Linear(config.num_attention_heads*d, H, bias=False)
         self.q_norm,self.k_norm = (Gemma4RMSNorm(d, eps=config.rms_norm_eps) for _ in 'qk')
         self.v_norm = Gemma4RMSNorm(d, eps=config.rms_norm_eps, with_scale=False)
@@ -206,13 +221,13 @@ class Gemma4DraftLayer(nn.Module):
             setattr(self, f'{name}_layernorm', Gemma4RMSNorm(config.hidden_size, eps=config.rms_norm_eps))
         self.register_buffer('layer_scalar', torch.ones(1))
 
-    def forward(self, h_NKH, context_kv, rope_NK, layout):
-        attended = self.self_attn(self.input_layernorm(h_NKH), context_kv, rope_NK, layout)
+    def forward(self, h_NKH, context:Context, rope_NK, layout):
+        attended = self.self_attn(self.input_layernorm(h_NKH), context.kv(self.self_attn), rope_NK, layout)
         h_NKH = h_NKH + self.post_attention_layernorm(attended)
         h_NKH = h_NKH + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(h_NKH)))
         return h_NKH*self.layer_scalar
 
-# %% ../../nbs/24_draft_blocks.ipynb #c026
+# %% ../../nbs/24_draft_blocks.ipynb #c028
 @dataclass(frozen=True, kw_only=True)
 class Family:
     "Classes a draft is built from"
@@ -220,14 +235,17 @@ class Family:
     norm:type # RMSNorm(size, eps=)
     rope:type # Rotary embedding with fp32 frequencies
     layer:type # DSpark layer
+    attention:type # Attention(config, width)
+    mlp:type # MLP(config)
     embed:object # config -> embedding module
 
 def _scaled_embedding(config):
     return Gemma4TextScaledWordEmbedding(config.vocab_size, config.hidden_size, None, embed_scale=config.hidden_size**.5)
 
-QWEN3 = Family(prefix='Qwen3', norm=Qwen3RMSNorm, rope=Qwen3Rope, layer=DraftLayer,
+QWEN3 = Family(prefix='Qwen3', norm=Qwen3RMSNorm, rope=Qwen3Rope, layer=DraftLayer, attention=DraftAttention, mlp=Qwen3MLP,
                embed=lambda config: nn.Embedding(config.vocab_size, config.hidden_size))
-GEMMA4 = Family(prefix='Gemma4', norm=Gemma4RMSNorm, rope=Gemma4Rope, layer=Gemma4DraftLayer, embed=_scaled_embedding)
+GEMMA4 = Family(prefix='Gemma4', norm=Gemma4RMSNorm, rope=Gemma4Rope, layer=Gemma4DraftLayer,
+                attention=Gemma4DraftAttention, mlp=Gemma4MLP, embed=_scaled_embedding)
 
 def draft_family(
     model_type:str, # Of a draft's config.json
@@ -238,7 +256,7 @@ def draft_family(
         raise ValueError(f"model_type {model_type!r}: no draft has this shape; known are {', '.join(families)}")
     return families[model_type]
 
-# %% ../../nbs/24_draft_blocks.ipynb #c029
+# %% ../../nbs/24_draft_blocks.ipynb #c031
 QWEN3_KEYS = ('vocab_size', 'hidden_size', 'intermediate_size', 'num_attention_heads', 'num_key_value_heads', 'hidden_act',
               'max_position_embeddings', 'initializer_range', 'rms_norm_eps', 'rope_parameters', 'pad_token_id', 'bos_token_id', 'eos_token_id')
 

@@ -10,10 +10,11 @@ import torch
 
 from .base import DraftModel, load_weights, read_draft_config
 from .dspark import DSparkConfig, DSparkModel
+from .eagle3 import Eagle3Config, Eagle3Model
 from .target import Target
 
 # %% ../../nbs/27_drafts.ipynb #c005
-DRAFT_MODELS = {DSparkConfig: DSparkModel}
+DRAFT_MODELS = {DSparkConfig: DSparkModel, Eagle3Config: Eagle3Model}
 
 def draft_from_target(
     target:Target, # Whose embedding and head the draft uses

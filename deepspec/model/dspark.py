@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 
 from .anchors import Blocks
 from .base import DraftModel
-from .blocks import ContextLayout, context_layout, draft_shape
+from .blocks import Context, ContextLayout, context_layout, draft_shape
 from .proposal import Proposal, sample_tokens
 from .target import Target, check_layer_ids
 
@@ -133,6 +133,7 @@ class DSparkModel(DraftModel):
     @property
     def block_size(self)->int: return self.config.block_size
 
+    def fsdp_units(self)->list: return list(self.layers)
     def init_weights(self, seed:int):
         "As every draft; the sequential head starts as no correction at all"
         super().init_weights(seed)
@@ -148,25 +149,25 @@ class DSparkModel(DraftModel):
         ids[:, 0] = anchor_N
         return self.embed_tokens(ids)
 
-    def run_layers(self, h_NKH, positions_NK, context_kv, layout:ContextLayout)->torch.Tensor: # [N, K, H]
-        "All layers and the final norm; `context_kv(layer)` gives that layer's keys and values of the context"
+    def run_layers(self, h_NKH, positions_NK, contexts, layout:ContextLayout)->torch.Tensor: # [N, K, H]
+        "All layers, each with its `Context`, and the final norm"
         rope = self.rope.angles(h_NKH, positions_NK)
-        for layer in self.layers:
-            run = lambda h, layer=layer: layer(h, context_kv(layer), rope, layout)
-            h_NKH = checkpoint(run, h_NKH, use_reentrant=False) if self.checkpoint_layers and self.training else run(h_NKH)
+        for layer,context in zip(self.layers, contexts, strict=True):
+            if self.checkpoint_layers and self.training: h_NKH = checkpoint(layer, h_NKH, context, rope, layout, use_reentrant=False)
+            else: h_NKH = layer(h_NKH, context, rope, layout)
         return self.norm(h_NKH)
 
     def forward(self,
         hidden_states_BSLH:torch.Tensor, # Captured layers of the target
-        blocks:Blocks, # On the model's device
+        blocks:Blocks, # On the CPU, so that laying them out does not wait for the device
     )->torch.Tensor: # [N, K, H], what lm_head reads
         "Final hidden states of every slot of every block"
-        rows,positions,starts = seen_context(blocks)
-        layout = context_layout(starts, blocks.anchors_N.tolist(), self.block_size, blocks.anchors_N.device)
+        rows,positions,starts = (x.to(self.device) if torch.is_tensor(x) else x for x in seen_context(blocks))
+        layout = context_layout(starts, blocks.anchors_N.tolist(), self.block_size, self.device)
         C_TH = self.context(hidden_states_BSLH[rows, positions])
-        rope = self.rope.angles(C_TH, positions)
+        context,blocks = Context(C_TH, self.rope.angles(C_TH, positions)),blocks.to(self.device)
         h_NKH = self.block_input(blocks.prev_NK[:, 0])
-        return self.run_layers(h_NKH, blocks.positions_NK, lambda layer: layer.self_attn.kv(C_TH, rope), layout)
+        return self.run_layers(h_NKH, blocks.positions_NK, [context]*len(self.layers), layout)
 
     def proposer(self, batch_size:int): # See `Proposal`
         "Drafting state for `batch_size` requests"
@@ -183,15 +184,14 @@ class DSparkModel(DraftModel):
 # %% ../../nbs/25_dspark.ipynb #c016
 def seen_context(
     blocks:Blocks, # Blocks of a batch
-)->tuple: # rows [T], positions [T] on the blocks' device, and the packed start of each block's row as a list
+)->tuple: # rows [T], positions [T], and the packed start of each block's row as a list
     "Context positions that some block sees, row after row: each row up to its last anchor"
     last = {}
     for row,anchor in zip(blocks.rows_N.tolist(), blocks.anchors_N.tolist()): last[row] = max(last.get(row, 0), anchor)
     starts,total = {},0
     for row,length in last.items(): starts[row],total = total,total + length
-    device = blocks.rows_N.device
-    rows = torch.tensor([r for r,n in last.items() for _ in range(n)], dtype=torch.long, device=device)
-    positions = torch.tensor([i for n in last.values() for i in range(n)], dtype=torch.long, device=device)
+    rows = torch.tensor([r for r,n in last.items() for _ in range(n)], dtype=torch.long)
+    positions = torch.tensor([i for n in last.values() for i in range(n)], dtype=torch.long)
     return rows, positions, [starts[r] for r in blocks.rows_N.tolist()]
 
 # %% ../../nbs/25_dspark.ipynb #c023
@@ -229,9 +229,6 @@ class DSparkProposer:
             new = layer.self_attn.kv(C_TH, rope)
             for kept,x in zip(self._reserve(max(self.lengths), new, i), new): kept[rows, positions] = x
 
-    def _context(self, layer_index:int)->tuple: # packed keys and values [B*capacity, g, d]
-        return tuple(x.flatten(0, 1) for x in self.cache[layer_index])
-
     @torch.no_grad()
     def propose(self,
         anchor_B:torch.Tensor, # int64, the last committed token of each row
@@ -247,8 +244,8 @@ class DSparkProposer:
         B,room = len(anchor_B),self.cache[0][0].shape[1]
         layout = context_layout([b*room for b in range(B)], self.lengths, draft.block_size, draft.device)
         positions = torch.tensor(self.lengths, device=draft.device)[:, None] + torch.arange(draft.block_size, device=draft.device)
-        index = {layer: i for i,layer in enumerate(draft.layers)}
-        h_BKH = draft.run_layers(draft.block_input(anchor_B), positions, lambda layer: self._context(index[layer]), layout)
+        contexts = [Context(cached_kv=tuple(x.flatten(0, 1) for x in kv)) for kv in self.cache] # packed: [B*capacity, g, d]
+        h_BKH = draft.run_layers(draft.block_input(anchor_B), positions, contexts, layout)
         return self._draw(h_BKH[:, :num_tokens], anchor_B, temperature, generator)
 
     def _draw(self, h_BKH, anchor_B, temperature, generator)->Proposal:

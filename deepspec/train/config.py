@@ -10,6 +10,7 @@ import difflib, json, typing
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 
 from ..model.dspark import DSparkConfig
+from ..model.eagle3 import Eagle3Config
 from .losses import DSparkLoss
 from .optim import OptimConfig
 
@@ -33,6 +34,7 @@ class TrainConfig:
     save_steps:int=500 # Steps between checkpoints
     keep_last:int=2 # Checkpoints kept
     eval_steps:int|None=None # Steps between held-out acceptance measurements
+    tracker:str|None=None # wandb or trackio beside TensorBoard
 
     def __post_init__(self):
         for k in ('global_batch_size', 'micro_batch_size', 'max_length', 'loss_chunk', 'log_steps', 'save_steps', 'keep_last'):
@@ -46,10 +48,14 @@ class Recipe:
     "Everything that defines a training run"
     name:str # Of the recipe
     target:str # Name, hub id or folder of the target
-    draft:DSparkConfig # Which draft
-    loss:DSparkLoss # Weights of its terms
+    draft:DSparkConfig|Eagle3Config # Which draft
+    loss:DSparkLoss|None # Weights of its terms; None for Eagle3, whose decay is part of its config
     optim:OptimConfig # Optimizer and schedule
     training:TrainConfig # How it runs
+
+    def __post_init__(self):
+        if isinstance(self.draft, DSparkConfig) != (self.loss is not None):
+            raise ValueError(f"Recipe {self.name}: {type(self.draft).__name__} with loss {self.loss}; DSpark needs a DSparkLoss, Eagle3 None")
 
 # %% ../../nbs/31b_train_config.ipynb #c008
 def _parse(text:str, kind, where:str):
@@ -97,7 +103,7 @@ def apply_opts(
     return replace(recipe, **own, **{part: replace(getattr(recipe, part), **values) for part,values in changes.items()})
 
 # %% ../../nbs/31b_train_config.ipynb #c011
-COMPONENTS = {c.__name__: c for c in (DSparkConfig, DSparkLoss, OptimConfig, TrainConfig)}
+COMPONENTS = {c.__name__: c for c in (DSparkConfig, Eagle3Config, DSparkLoss, OptimConfig, TrainConfig)}
 
 def recipe_to_dict(
     recipe:Recipe, # What to write down
