@@ -1,12 +1,21 @@
 "Chat templates in the styles that are in use, tiny trained tokenizers for them, and what a target would emit for a turn"
+
 from dataclasses import dataclass, field
 from functools import cache
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-CORPUS = ['user assistant system tool model', 'Two and two are four.\n\nHello there, hello!\n', 'def add(a, b):\n    return a + b\n\n',
-          'The cat sat on the mat. 12 + 34 = 46', ' answer answers  answered', 'naïve café über ß', '\n\n\n', '  \n  ']
+CORPUS = [
+    'user assistant system tool model',
+    'Two and two are four.\n\nHello there, hello!\n',
+    'def add(a, b):\n    return a + b\n\n',
+    'The cat sat on the mat. 12 + 34 = 46',
+    ' answer answers  answered',
+    'naïve café über ß',
+    '\n\n\n',
+    '  \n  ',
+]
 
 
 def byte_level(special, *, post=None, normalizer=None, split=None, rstrip=()):
@@ -15,26 +24,32 @@ def byte_level(special, *, post=None, normalizer=None, split=None, rstrip=()):
     level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split is None)
     backend.pre_tokenizer = level if split is None else pre_tokenizers.Sequence([split, level])
     backend.decoder = decoders.ByteLevel()
-    if normalizer: backend.normalizer = normalizer
-    trainer = trainers.BpeTrainer(vocab_size=420, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
-    backend.train_from_iterator(CORPUS*3, trainer)
-    if post: backend.post_processor = post
+    if normalizer:
+        backend.normalizer = normalizer
+    trainer = trainers.BpeTrainer(
+        vocab_size=420, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    backend.train_from_iterator(CORPUS * 3, trainer)
+    if post:
+        backend.post_processor = post
     return wrap(backend, special, rstrip)
 
 
 def metaspace(special, *, scheme='first', rstrip=()):
     "SentencePiece-style BPE with byte fallback, as Llama 2, Mistral and Gemma have"
     backend = Tokenizer(models.BPE(byte_fallback=True, unk_token='<unk>'))
-    if scheme == 'never': # Gemma: a normalizer writes the spaces, nothing is put in front
+    if scheme == 'never':  # Gemma: a normalizer writes the spaces, nothing is put in front
         backend.normalizer = normalizers.Replace(' ', '▁')
         backend.decoder = decoders.Sequence([decoders.Replace('▁', ' '), decoders.ByteFallback(), decoders.Fuse()])
     else:
         backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
         strip = [decoders.Strip(' ', 1, 0)]
-        backend.decoder = decoders.Sequence([decoders.Replace('▁', ' '), decoders.ByteFallback(), decoders.Fuse(), *strip])
+        backend.decoder = decoders.Sequence(
+            [decoders.Replace('▁', ' '), decoders.ByteFallback(), decoders.Fuse(), *strip]
+        )
     bytes_ = [f'<0x{i:02X}>' for i in range(256)]
     trainer = trainers.BpeTrainer(vocab_size=700, special_tokens=['<unk>', *bytes_], show_progress=False)
-    backend.train_from_iterator([line.replace(' ', '▁') for line in CORPUS*3], trainer)
+    backend.train_from_iterator([line.replace(' ', '▁') for line in CORPUS * 3], trainer)
     return wrap(backend, special, rstrip)
 
 
@@ -47,31 +62,39 @@ def wrap(backend, special, rstrip=()):
     return tokenizer
 
 
-def strip(text): return text.strip()
-def same(text): return text
+def strip(text):
+    return text.strip()
+
+
+def same(text):
+    return text
 
 
 @dataclass(frozen=True)
 class Style:
     "A style of chat template, and what its target emits for an answer"
+
     jinja: str
     special: tuple
-    end: str # end of turn as the target emits it
-    shown: callable = same # what the template makes of a content
-    lead: str = '' # white space that the target emits first
-    history_end: str = None # end of earlier turns where the target emits it, '' where the template puts another token
-    strict: bool = False # roles must alternate
-    systems: bool = True # system turns are allowed
+    end: str  # end of turn as the target emits it
+    shown: callable = same  # what the template makes of a content
+    lead: str = ''  # white space that the target emits first
+    history_end: str = None  # end of earlier turns where the target emits it, '' where the template puts another token
+    strict: bool = False  # roles must alternate
+    systems: bool = True  # system turns are allowed
     rstrip: tuple = field(default=())
 
-    def emits(self, content, last): return self.lead + self.shown(content) + (self.end if last or self.history_end is None else self.history_end)
+    def emits(self, content, last):
+        return self.lead + self.shown(content) + (self.end if last or self.history_end is None else self.history_end)
 
 
 CHATML = """{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}\
 {% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
 
 SMOLLM = """{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}\
-{{ '<|im_start|>system\nYou are a small assistant.<|im_end|>\n' }}{% endif %}""" + CHATML.replace("{% for m in messages %}", '').replace("m['", "message['")
+{{ '<|im_start|>system\nYou are a small assistant.<|im_end|>\n' }}{% endif %}""" + CHATML.replace(
+    "{% for m in messages %}", ''
+).replace("m['", "message['")
 
 GENERATION = """{% for m in messages %}{% if m.role == 'assistant' %}{{ '<|im_start|>assistant\n' }}{% generation %}{{ m.content }}<|im_end|>\
 {% endgeneration %}{{ '\n' }}{% else %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}\
@@ -168,26 +191,47 @@ STYLES = dict(
     chatml=Style(CHATML, IM, '<|im_end|>'),
     smollm=Style(SMOLLM, IM, '<|im_end|>'),
     generation=Style(GENERATION, IM, '<|im_end|>'),
-    qwen3=Style(QWEN3, IM, '<|im_end|>'), # what it strips of a last answer is tested by itself
-    llama3=Style(LLAMA3, ('<|begin_of_text|>', '<|start_header_id|>', '<|end_header_id|>', '<|eot_id|>'), '<|eot_id|>', strip),
+    qwen3=Style(QWEN3, IM, '<|im_end|>'),  # what it strips of a last answer is tested by itself
+    llama3=Style(
+        LLAMA3, ('<|begin_of_text|>', '<|start_header_id|>', '<|end_header_id|>', '<|eot_id|>'), '<|eot_id|>', strip
+    ),
     llama2=Style(LLAMA2, ('<s>', '</s>'), ' </s>', strip, lead=' ', strict=True),
     mistral=Style(MISTRAL, ('<s>', '[INST]', '[/INST]', '</s>'), '</s>', strict=True, systems=False),
-    phi3=Style(PHI3, ('<|user|>', '<|system|>', '<|assistant|>', '<|end|>', '<|endoftext|>'), '<|end|>', rstrip=('<|user|>', '<|assistant|>', '<|end|>')),
+    phi3=Style(
+        PHI3,
+        ('<|user|>', '<|system|>', '<|assistant|>', '<|end|>', '<|endoftext|>'),
+        '<|end|>',
+        rstrip=('<|user|>', '<|assistant|>', '<|end|>'),
+    ),
     phi4=Style(PHI4, ('<|im_start|>', '<|im_sep|>', '<|im_end|>'), '<|im_end|>'),
-    deepseek=Style(DEEPSEEK, ('<｜begin▁of▁sentence｜>', '<｜User｜>', '<｜Assistant｜>', '<｜end▁of▁sentence｜>'), '<｜end▁of▁sentence｜>'),
-    gptoss=Style(GPTOSS, ('<|start|>', '<|message|>', '<|channel|>', '<|end|>', '<|return|>'), '<|return|>', history_end=''),
-    gemma2=Style(GEMMA2, ('<bos>', '<start_of_turn>', '<end_of_turn>'), '<end_of_turn>', strip, strict=True, systems=False),
+    deepseek=Style(
+        DEEPSEEK,
+        ('<｜begin▁of▁sentence｜>', '<｜User｜>', '<｜Assistant｜>', '<｜end▁of▁sentence｜>'),
+        '<｜end▁of▁sentence｜>',
+    ),
+    gptoss=Style(
+        GPTOSS, ('<|start|>', '<|message|>', '<|channel|>', '<|end|>', '<|return|>'), '<|return|>', history_end=''
+    ),
+    gemma2=Style(
+        GEMMA2, ('<bos>', '<start_of_turn>', '<end_of_turn>'), '<end_of_turn>', strip, strict=True, systems=False
+    ),
     gemma4=Style(GEMMA4, ('<bos>', '<|turn>', '<|channel>', '<channel|>', '<turn|>'), '<turn|>', strip),
     zephyr=Style(ZEPHYR, ('</s>',), '</s>'),
 )
 
 DIGITS = pre_tokenizers.Digits(individual_digits=True)
-WORDS = pre_tokenizers.Split(Regex(r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"), 'isolated')
+WORDS = pre_tokenizers.Split(
+    Regex(r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"), 'isolated'
+)
 KINDS = dict(
     gpt2=lambda special, rstrip: byte_level(special, post=processors.ByteLevel(trim_offsets=True), rstrip=rstrip),
     digits=lambda special, rstrip: byte_level(special, split=DIGITS, rstrip=rstrip),
     words=lambda special, rstrip: byte_level(special, split=WORDS, normalizer=normalizers.NFC(), rstrip=rstrip),
-    bos=lambda special, rstrip: byte_level(special, post=processors.TemplateProcessing(single=f'{special[0]} $A', special_tokens=[(special[0], 0)]), rstrip=rstrip),
+    bos=lambda special, rstrip: byte_level(
+        special,
+        post=processors.TemplateProcessing(single=f'{special[0]} $A', special_tokens=[(special[0], 0)]),
+        rstrip=rstrip,
+    ),
     metaspace=lambda special, rstrip: metaspace(special, rstrip=rstrip),
     always=lambda special, rstrip: metaspace(special, scheme='always', rstrip=rstrip),
     gemma=lambda special, rstrip: metaspace(special, scheme='never', rstrip=rstrip),
