@@ -2,8 +2,8 @@
 
     python benchmarks/bench_data.py [--tokenizer FOLDER] [--seconds 2]
 
-Masks: the limit is what nobody can avoid, rendering every conversation and one batched encode of the texts. `ours / limit` must stay
-below 1.25 for 1, 5 and 20 turns, and the time per turn must not grow with the number of turns.
+Masks: the limit is what nobody can avoid, rendering every conversation and one batched encode of the texts.
+`ours / limit` must stay below 1.25 for 1, 5 and 20 turns, and the time per turn must not grow with the turns.
 Index: the limit is a loop of `readline` over the memory map.
 """
 
@@ -20,9 +20,10 @@ from deepspec.data.jsonl import JsonLineDataset, row_offsets
 from deepspec.data.template import resolve_template, tokenize_conversations
 
 WORDS = (
-    'the of and to in is that for it as was with be by on not he his but at are this have from or had an they which one you were all her she '
-    'there would their we him been has when who will no more if out so up said what its about than into them can only other time new some '
-    'could these two may first then do any like my now over such our man me even most made after also did many before must through'
+    'the of and to in is that for it as was with be by on not he his but at are this have from or had an they which '
+    'one you were all her she there would their we him been has when who will no more if out so up said what its '
+    'about than into them can only other time new some could these two may first then do any like my now over such '
+    'our man me even most made after also did many before must through '
 ).split()
 
 
@@ -88,9 +89,8 @@ def bench_masks(tokenizer, seconds):
 
         num_tokens = sum(d.num_tokens for d in ours())
         limit_s, ours_s = best(seconds, limit, ours)
-        print(
-            f"{turns:6} {len(rows):6} {num_tokens:8} {limit_s * 1e3:9.1f} {ours_s * 1e3:9.1f} {ours_s / limit_s:6.2f} {ours_s * 1e6 / len(rows) / turns:13.0f}"
-        )
+        times = f"{limit_s * 1e3:9.1f} {ours_s * 1e3:9.1f} {ours_s / limit_s:6.2f}"
+        print(f"{turns:6} {len(rows):6} {num_tokens:8} {times} {ours_s * 1e6 / len(rows) / turns:13.0f}")
 
 
 def readline_offsets(data):
@@ -114,8 +114,8 @@ def bench_index(seconds, num_nbytes, words):
         with open(path, 'rb') as f, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as data:
             limit_s, ours_s = best(seconds, lambda: readline_offsets(data), lambda: row_offsets(data))
             print(
-                f"index of {len(data) / 1e6:.0f} MB, {words} words a turn: readline {limit_s * 1e3:.1f} ms, ours {ours_s * 1e3:.1f} ms "
-                f"({len(data) / ours_s / 1e9:.1f} GB/s), ratio {ours_s / limit_s:.2f}"
+                f"index of {len(data) / 1e6:.0f} MB, {words} words a turn: readline {limit_s * 1e3:.1f} ms, "
+                f"ours {ours_s * 1e3:.1f} ms ({len(data) / ours_s / 1e9:.1f} GB/s), ratio {ours_s / limit_s:.2f}"
             )
         rows = JsonLineDataset(path)
         (open_s,) = best(seconds / 4, lambda: JsonLineDataset(path))
@@ -123,7 +123,8 @@ def bench_index(seconds, num_nbytes, words):
         raw = [rows.files[0].raw(i) for i in order]
         read_s, parse_s = best(seconds / 2, lambda: [rows[i] for i in order], lambda: [json.loads(r) for r in raw])
         print(
-            f"open with the index there: {open_s * 1e3:.2f} ms; random row {read_s / 2000 * 1e6:.1f} us, of which JSON parsing {parse_s / 2000 * 1e6:.1f} us"
+            f"open with the index there: {open_s * 1e3:.2f} ms; random row {read_s / 2000 * 1e6:.1f} us, "
+            f"of which JSON parsing {parse_s / 2000 * 1e6:.1f} us"
         )
 
 

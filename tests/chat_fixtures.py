@@ -1,4 +1,4 @@
-"Chat templates in the styles that are in use, tiny trained tokenizers for them, and what a target would emit for a turn"
+"Chat templates in the styles that are in use, tiny tokenizers for them, and what a target would emit"
 
 from dataclasses import dataclass, field
 from functools import cache
@@ -54,7 +54,7 @@ def metaspace(special, *, scheme='first', rstrip=()):
 
 
 def wrap(backend, special, rstrip=()):
-    "A transformers tokenizer with these special tokens, the last of them eos, one that starts with <s or <b or <｜b the bos"
+    "A transformers tokenizer with these special tokens, the last of them eos, one that starts like <s> or <b the bos"
     bos = next((s for s in special if s[:2] in ('<s', '<b') or s.startswith(('<｜b', '<|b'))), None)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=special[-1], bos_token=bos)
     tokens = [AddedToken(s, special=True, normalized=False, rstrip=s in rstrip) for s in special]
@@ -88,7 +88,8 @@ class Style:
         return self.lead + self.shown(content) + (self.end if last or self.history_end is None else self.history_end)
 
 
-CHATML = """{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}\
+CHATML = """{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}\
+{% endfor %}\
 {% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
 
 SMOLLM = """{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}\
@@ -96,19 +97,25 @@ SMOLLM = """{% for message in messages %}{% if loop.first and messages[0]['role'
     "{% for m in messages %}", ''
 ).replace("m['", "message['")
 
-GENERATION = """{% for m in messages %}{% if m.role == 'assistant' %}{{ '<|im_start|>assistant\n' }}{% generation %}{{ m.content }}<|im_end|>\
-{% endgeneration %}{{ '\n' }}{% else %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}\
+GENERATION = """{% for m in messages %}{% if m.role == 'assistant' %}{{ '<|im_start|>assistant\n' }}{% generation %}\
+{{ m.content }}<|im_end|>\
+{% endgeneration %}{{ '\n' }}{% else %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}\
+{% endfor %}\
 {% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
 
-QWEN3 = """{%- if tools %}{{- '<|im_start|>system\n' }}{%- if messages[0].role == 'system' %}{{- messages[0].content + '\n\n' }}{%- endif %}
-{{- '# Tools\n\n<tools>' }}{%- for tool in tools %}{{- '\n' }}{{- tool | tojson }}{%- endfor %}{{- '\n</tools><|im_end|>\n' }}
+QWEN3 = """{%- if tools %}{{- '<|im_start|>system\n' }}{%- if messages[0].role == 'system' %}\
+{{- messages[0].content + '\n\n' }}{%- endif %}
+{{- '# Tools\n\n<tools>' }}{%- for tool in tools %}{{- '\n' }}{{- tool | tojson }}{%- endfor %}\
+{{- '\n</tools><|im_end|>\n' }}
 {%- elif messages[0].role == 'system' %}{{- '<|im_start|>system\n' + messages[0].content + '<|im_end|>\n' }}{%- endif %}
 {%- set ns = namespace(searching=true, last_query=messages|length - 1) %}
 {%- for message in messages[::-1] %}{%- set index = (messages|length - 1) - loop.index0 %}
-{%- if ns.searching and message.role == 'user' %}{%- set ns.searching = false %}{%- set ns.last_query = index %}{%- endif %}{%- endfor %}
+{%- if ns.searching and message.role == 'user' %}{%- set ns.searching = false %}{%- set ns.last_query = index %}\
+{%- endif %}{%- endfor %}
 {%- for message in messages %}
 {%- set content = message.content if message.content is string else '' %}
-{%- if message.role == 'user' or (message.role == 'system' and not loop.first) %}{{- '<|im_start|>' + message.role + '\n' + content + '<|im_end|>\n' }}
+{%- if message.role == 'user' or (message.role == 'system' and not loop.first) %}\
+{{- '<|im_start|>' + message.role + '\n' + content + '<|im_end|>\n' }}
 {%- elif message.role == 'assistant' %}
 {%- set reasoning = '' %}
 {%- if message.reasoning_content is string %}{%- set reasoning = message.reasoning_content %}
@@ -122,69 +129,94 @@ QWEN3 = """{%- if tools %}{{- '<|im_start|>system\n' }}{%- if messages[0].role =
 {%- if (loop.first and content) or not loop.first %}{{- '\n' }}{%- endif %}
 {%- set call = call.function or call %}
 {{- '<tool_call>\n{"name": "' + call.name + '", "arguments": ' }}
-{%- if call.arguments is string %}{{- call.arguments }}{%- else %}{{- call.arguments | tojson }}{%- endif %}{{- '}\n</tool_call>' }}
+{%- if call.arguments is string %}{{- call.arguments }}{%- else %}{{- call.arguments | tojson }}{%- endif %}\
+{{- '}\n</tool_call>' }}
 {%- endfor %}{%- endif %}{{- '<|im_end|>\n' }}
 {%- elif message.role == 'tool' %}
 {%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{- '<|im_start|>user' }}{%- endif %}
 {{- '\n<tool_response>\n' + content + '\n</tool_response>' }}
-{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\n' }}{%- endif %}{%- endif %}{%- endfor %}
+{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\n' }}{%- endif %}{%- endif %}\
+{%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}
-{%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\n\n</think>\n\n' }}{%- endif %}{%- endif %}"""
+{%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\n\n</think>\n\n' }}{%- endif %}\
+{%- endif %}"""
 
-LLAMA3 = """{{- bos_token }}{%- if messages[0]['role'] == 'system' %}{%- set system = messages[0]['content'] | trim %}{%- set messages = messages[1:] %}\
+LLAMA3 = """{{- bos_token }}{%- if messages[0]['role'] == 'system' %}{%- set system = messages[0]['content'] | trim %}\
+{%- set messages = messages[1:] %}\
 {%- else %}{%- set system = '' %}{%- endif %}
-{{- '<|start_header_id|>system<|end_header_id|>\n\n' }}{{- 'Cutting Knowledge Date: December 2023\n\n' }}{{- system + '<|eot_id|>' }}
+{{- '<|start_header_id|>system<|end_header_id|>\n\n' }}{{- 'Cutting Knowledge Date: December 2023\n\n' }}\
+{{- system + '<|eot_id|>' }}
 {%- for message in messages %}{%- if message.tool_calls is defined and message.tool_calls %}
 {%- if message.tool_calls | length != 1 %}{{- raise_exception('one call at a time') }}{%- endif %}
 {{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}
-{{- '{"name": "' + message.tool_calls[0].function.name + '", "parameters": ' + (message.tool_calls[0].function.arguments | tojson) + '}<|eot_id|>' }}
-{%- else %}{{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' + message['content'] | trim + '<|eot_id|>' }}{%- endif %}{%- endfor %}
+{{- '{"name": "' + message.tool_calls[0].function.name + '", "parameters": ' }}\
+{{- (message.tool_calls[0].function.arguments | tojson) + '}<|eot_id|>' }}
+{%- else %}\
+{{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' + message['content'] | trim + '<|eot_id|>' }}\
+{%- endif %}{%- endfor %}
 {%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif %}"""
 
-LLAMA2 = """{% if messages[0]['role'] == 'system' %}{% set rest = messages[1:] %}{% set system = messages[0]['content'] %}\
+LLAMA2 = """{% if messages[0]['role'] == 'system' %}{% set rest = messages[1:] %}\
+{% set system = messages[0]['content'] %}\
 {% else %}{% set rest = messages %}{% set system = false %}{% endif %}{% for message in rest %}\
 {% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}\
-{% if loop.index0 == 0 and system != false %}{% set content = '<<SYS>>\n' + system + '\n<</SYS>>\n\n' + message['content'] %}\
+{% if loop.index0 == 0 and system != false %}\
+{% set content = '<<SYS>>\n' + system + '\n<</SYS>>\n\n' + message['content'] %}\
 {% else %}{% set content = message['content'] %}{% endif %}{% if message['role'] == 'user' %}\
-{{ bos_token + '[INST] ' + content.strip() + ' [/INST]' }}{% elif message['role'] == 'assistant' %}{{ ' ' + content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}"""
+{{ bos_token + '[INST] ' + content.strip() + ' [/INST]' }}{% elif message['role'] == 'assistant' %}\
+{{ ' ' + content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}"""
 
 MISTRAL = """{{- bos_token }}{%- for message in messages %}{%- if (message.role == 'user') != (loop.index0 % 2 == 0) %}\
 {{- raise_exception('conversation roles must alternate user/assistant') }}{%- endif %}{%- if message.role == 'user' %}\
-{{- '[INST]' + message.content + '[/INST]' }}{%- elif message.role == 'assistant' %}{{- message.content + eos_token }}{%- endif %}{%- endfor %}"""
+{{- '[INST]' + message.content + '[/INST]' }}{%- elif message.role == 'assistant' %}{{- message.content + eos_token }}\
+{%- endif %}{%- endfor %}"""
 
-PHI3 = """{% for message in messages %}{% if message['role'] == 'system' %}{{ '<|system|>\n' + message['content'] + '<|end|>\n' }}\
+PHI3 = """{% for message in messages %}{% if message['role'] == 'system' %}\
+{{ '<|system|>\n' + message['content'] + '<|end|>\n' }}\
 {% elif message['role'] == 'user' %}{{ '<|user|>\n' + message['content'] + '<|end|>\n' }}\
-{% elif message['role'] == 'assistant' %}{{ '<|assistant|>\n' + message['content'] + '<|end|>\n' }}{% endif %}{% endfor %}\
+{% elif message['role'] == 'assistant' %}{{ '<|assistant|>\n' + message['content'] + '<|end|>\n' }}{% endif %}\
+{% endfor %}\
 {% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"""
 
 PHI4 = """{% for m in messages %}{{ '<|im_start|>' + m.role + '<|im_sep|>' + m.content + '<|im_end|>' }}{% endfor %}\
 {% if add_generation_prompt %}{{ '<|im_start|>assistant<|im_sep|>' }}{% endif %}"""
 
-DEEPSEEK = """{% set ns = namespace(system='') %}{% for m in messages %}{% if m.role == 'system' %}{% set ns.system = m.content %}{% endif %}{% endfor %}\
-{{ bos_token }}{{ ns.system }}{% for m in messages %}{% if m.role == 'user' %}{{ '<｜User｜>' + m.content }}{% elif m.role == 'assistant' %}\
+DEEPSEEK = """{% set ns = namespace(system='') %}{% for m in messages %}{% if m.role == 'system' %}\
+{% set ns.system = m.content %}{% endif %}{% endfor %}\
+{{ bos_token }}{{ ns.system }}{% for m in messages %}{% if m.role == 'user' %}{{ '<｜User｜>' + m.content }}\
+{% elif m.role == 'assistant' %}\
 {% set content = m.content %}{% if '</think>' in content %}{% set content = content.split('</think>')[-1] %}{% endif %}\
-{{ '<｜Assistant｜>' + content + '<｜end▁of▁sentence｜>' }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<｜Assistant｜><think>\n' }}{% endif %}"""
+{{ '<｜Assistant｜>' + content + '<｜end▁of▁sentence｜>' }}{% endif %}{% endfor %}{% if add_generation_prompt %}\
+{{ '<｜Assistant｜><think>\n' }}{% endif %}"""
 
-GPTOSS = """{{- '<|start|>system<|message|>You are a model.\nReasoning: medium<|end|>' }}{%- if messages[0].role == 'system' %}\
-{{- '<|start|>developer<|message|># Instructions\n\n' + messages[0].content + '<|end|>' }}{%- set loop_messages = messages[1:] %}\
+GPTOSS = """{{- '<|start|>system<|message|>You are a model.\nReasoning: medium<|end|>' }}\
+{%- if messages[0].role == 'system' %}\
+{{- '<|start|>developer<|message|># Instructions\n\n' + messages[0].content + '<|end|>' }}\
+{%- set loop_messages = messages[1:] %}\
 {%- else %}{%- set loop_messages = messages %}{%- endif %}{%- for m in loop_messages %}{%- if m.role == 'assistant' %}\
-{%- if loop.last and not add_generation_prompt %}{{- '<|start|>assistant<|channel|>final<|message|>' + m.content + '<|return|>' }}\
+{%- if loop.last and not add_generation_prompt %}\
+{{- '<|start|>assistant<|channel|>final<|message|>' + m.content + '<|return|>' }}\
 {%- else %}{{- '<|start|>assistant<|channel|>final<|message|>' + m.content + '<|end|>' }}{%- endif %}\
 {%- else %}{{- '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}{%- endif %}{%- endfor %}\
 {%- if add_generation_prompt %}{{- '<|start|>assistant' }}{%- endif %}"""
 
-GEMMA2 = """{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}{% for message in messages %}\
-{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('Conversation roles must alternate') }}{% endif %}\
+GEMMA2 = """{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}\
+{% endif %}{% for message in messages %}\
+{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}\
+{{ raise_exception('Conversation roles must alternate') }}{% endif %}\
 {% if message['role'] == 'assistant' %}{% set role = 'model' %}{% else %}{% set role = message['role'] %}{% endif %}\
 {{ '<start_of_turn>' + role + '\n' + message['content'] | trim + '<end_of_turn>\n' }}{% endfor %}\
 {% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"""
 
-GEMMA4 = """{{- bos_token }}{%- for m in messages %}{%- set role = 'model' if m.role == 'assistant' else m.role %}{{- '<|turn>' + role + '\n' }}\
-{%- if role == 'model' and '<channel|>' in m.content %}{{- m.content.split('<channel|>')[-1] | trim }}{%- else %}{{- m.content | trim }}{%- endif %}\
+GEMMA4 = """{{- bos_token }}{%- for m in messages %}{%- set role = 'model' if m.role == 'assistant' else m.role %}\
+{{- '<|turn>' + role + '\n' }}\
+{%- if role == 'model' and '<channel|>' in m.content %}{{- m.content.split('<channel|>')[-1] | trim }}{%- else %}\
+{{- m.content | trim }}{%- endif %}\
 {{- '<turn|>\n' }}{%- endfor %}{%- if add_generation_prompt %}{{- '<|turn>model\n' }}\
 {%- if not enable_thinking | default(false) %}{{- '<|channel>thought\n<channel|>' }}{%- endif %}{%- endif %}"""
 
-ZEPHYR = """{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + eos_token + '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"""
+ZEPHYR = """{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + eos_token + '\n' }}{% endfor %}\
+{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"""
 
 IM = ('<|im_start|>', '<|im_end|>')
 STYLES = dict(

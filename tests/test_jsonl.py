@@ -1,4 +1,4 @@
-"JSON lines: every line end there is, damaged and racing files and indexes, and an index that is never taken for another file's"
+"JSON lines: every line end there is, damaged and racing files and indexes, an index that never lies"
 
 import errno
 import json

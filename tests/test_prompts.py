@@ -1,4 +1,4 @@
-"Prompts: shapes, sources, rejects with reasons, ids, duplicates, a split that is the same everywhere, and outputs that are whole or absent"
+"Prompts: shapes, sources, rejects, ids, duplicates, a split that is the same everywhere, whole outputs or none"
 
 import json
 import os

@@ -1,4 +1,4 @@
-"What is supervised, rule by rule: thinking, tools, tags, cut answers, server ids, options, and rows that cannot be used"
+"What is supervised, rule by rule: thinking, tools, tags, cut answers, server ids, options, unusable rows"
 
 import json
 
@@ -462,7 +462,8 @@ TEXT = st.text(
 PIECE = st.one_of(
     TEXT,
     st.sampled_from(
-        ['<|im_end|>', '<|im_start|>assistant\n', '</think>', '\n\n', '  ', '[/INST]', '<|eot_id|>', '👩‍👩‍👧']
+        ['<|im_end|>', '<|im_start|>assistant\n', '</think>', '\n\n', '  ', '[/INST]']
+        + ['<|eot_id|>', '👩‍👩‍👧']
     ),
 )
 CONTENT = st.lists(PIECE, min_size=1, max_size=4).map(''.join).filter(lambda s: s.strip() and '</think>' not in s)

@@ -1,4 +1,4 @@
-"Loss masks for every style of template on every kind of tokenizer: the supervised tokens say what the target would emit, and nothing else does"
+"Every style of template on every kind of tokenizer: supervised tokens say what the target would emit, no more"
 
 import numpy as np
 import pytest
