@@ -77,3 +77,7 @@ for name,group in dict(mask=mask, cache=cache, babilong=babilong).items(): app.a
 def main():
     "Entry point of the `deepspec` command"
     run_app(app)
+
+# %% ../../nbs/68_cli.ipynb #c013
+#| eval: false
+if __name__ == '__main__': main()

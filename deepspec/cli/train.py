@@ -7,6 +7,7 @@ __all__ = ['draft_folder', 'load_drafts', 'train', 'online_samples', 'evaluate',
            'export', 'report']
 
 # %% ../../nbs/66_cli_train.ipynb #c003
+import os
 from typing import Annotated
 
 import typer
@@ -121,7 +122,7 @@ def evaluate(
     config = DecodeConfig(max_new_tokens=max_new_tokens, temperature=temperature, confidence_threshold=confidence_threshold, seed=seed)
     results = evaluate_drafts(loaded, load_drafts(draft, loaded), sets, out, config, batch_size, num_prompts, multi_turn)
     if as_json: return show(results['total'], True)
-    print(results_table(results))
+    if os.environ.get('RANK', '0') == '0': print(results_table(results))
 
 def results_table(
     results:dict, # Content of results.json

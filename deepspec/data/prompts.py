@@ -169,6 +169,7 @@ def _read_json_list(path:Path, window_nchars:int=1<<20)->Iterator:
                     if more: break # the element goes on behind the window
                     yield f"{path}:element {i}", ValueError(f"not valid JSON ({e.msg})")
                     return
+                if more and end == len(buffer): break # a number may go on behind the window
                 yield f"{path}:element {i}", row
                 i,buffer = i + 1,buffer[end:].lstrip(' \t\r\n,')
             if buffer[:1] == ']': return
@@ -194,7 +195,7 @@ def _read_hub(name:str)->Iterator:
     except Exception as e: # the hub client raises a dozen kinds, all of which mean: not available
         raise ValueError(f"{name}: no such file or folder, and not to be had from the Hugging Face hub "
                          f"({type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}); check the name and the network, or use 'sample'") from None
-    for i,row in enumerate(rows): yield f"{name}:row {i}", row
+    return ((f"{name}:row {i}", row) for i,row in enumerate(rows))
 
 def read_source(
     source:str|os.PathLike, # `sample`, a file (.json, .jsonl, .parquet), a folder of them, or a Hugging Face data set
