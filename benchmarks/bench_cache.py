@@ -34,7 +34,8 @@ def make_samples(num_bytes):
     while num_bytes > 0:
         n = int(rng.integers(64, 1000))
         states = torch.from_numpy(rng.integers(0, 2**14, (n, 6*576), dtype=np.int16)).view(torch.bfloat16)
-        samples.append(dict(input_ids=torch.arange(n, dtype=torch.int32), attention_mask=torch.ones(n, dtype=torch.uint8),
+        samples.append(dict(input_ids=torch.arange(n, dtype=torch.int32),
+                            attention_mask=torch.ones(n, dtype=torch.uint8),
                             loss_mask=torch.ones(n, dtype=torch.uint8),
                             target_hidden_states=states[:, :5*576].contiguous(),
                             target_last_hidden_states=states[:, 5*576:].contiguous()))
@@ -96,7 +97,8 @@ def bench_read(ds, turns):
             memcpy_s, ours_s = best.sum(0).tolist()
             computed = sum(len(b)*int(ds.seq_lens[b].max()) for b in order)
             padding = 1-sum(int(ds.seq_lens[b].sum()) for b in order)/computed
-            results[f'batch {batch_size}, {name}'] = dict(memcpy_s=memcpy_s, read_collate_s=ours_s, ratio=ours_s/memcpy_s,
+            results[f'batch {batch_size}, {name}'] = dict(memcpy_s=memcpy_s, read_collate_s=ours_s,
+                                                          ratio=ours_s/memcpy_s,
                                                           padding=padding, gb_per_s=sum(sizes)/ours_s/1e9)
     return results
 
