@@ -179,4 +179,4 @@ def test_gradient_checkpointing_by_parts_changes_nothing(monkeypatch):
         draft.zero_grad()
         draft(hidden, b).square().sum().backward()
         grads.append({n: p.grad.clone() for n,p in draft.named_parameters() if p.grad is not None})
-    for n,g in grads[0].items(): torch.testing.assert_close(grads[1][n], g, rtol=1e-4, atol=1e-5)
+    for n,g in grads[0].items(): torch.testing.assert_close(grads[1][n], g, rtol=1e-4, atol=1e-4)
