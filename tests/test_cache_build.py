@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -212,7 +213,7 @@ def test_kill_at_every_kind_of_step(source, target, reference, tmp_path):
     "A build that is killed again and again, each time a little later, ends with the same bytes"
     out, kills = tmp_path/'c', 0
     for n in [*range(1, 100, 7)]:
-        code, = finish(start(source, out, target, 1, lambda: kill_at(n)))
+        code, = finish(start(source, out, target, 1, partial(kill_at, n)))
         if code == 0: break
         assert code == -signal.SIGKILL and not (out/'manifest.json').exists()
         kills += 1

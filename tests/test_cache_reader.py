@@ -140,7 +140,7 @@ def test_prefetcher_under_stress():
     for trial in range(20):
         stop_at, n = trial % 7, 9
         pause = .001*(trial % 3)
-        def produce():
+        def produce(n=n, pause=pause):
             for i in range(n):
                 time.sleep(pause)
                 yield dict(input_ids=torch.full((1, 3), i, dtype=torch.int32))
@@ -250,7 +250,6 @@ def test_a_million_samples(huge):
     assert info.num_bytes > 3.9e13 and info_s < 1, info_s
     plan, plan_s = timed(lambda: plan_cache(CacheShape(hidden_size=2560, num_layers=5), ds.seq_lens))
     assert plan.num_bytes == info.num_bytes+56*1_300_000 and plan_s < 1
-    del order
     assert anonymous_kb() < before+40_000
     assert len(pickle.dumps(ds)) < 100_000 # what each spawned worker receives
 

@@ -28,7 +28,8 @@ def sample(seq_len, seed=0):
 
 
 @settings(max_examples=25, deadline=None)
-@given(lens=st.lists(st.integers(1, 40), min_size=1, max_size=25), max_shard_bytes=st.integers(1, 3000), queue=st.integers(1, 5))
+@given(lens=st.lists(st.integers(1, 40), min_size=1, max_size=25), max_shard_bytes=st.integers(1, 3000),
+       queue=st.integers(1, 5))
 def test_what_goes_in_comes_out(tmp_path_factory, lens, max_shard_bytes, queue):
     folder = tmp_path_factory.mktemp('w')/'shards'
     with AsyncTargetCacheWriter(folder, SHAPE, max_shard_bytes=max_shard_bytes, max_queue_size=queue) as writer:
@@ -36,7 +37,8 @@ def test_what_goes_in_comes_out(tmp_path_factory, lens, max_shard_bytes, queue):
     written = writer.close()
     assert (written.records == pack_shards(lens, SHAPE, max_shard_bytes)).all()
     for s in written.shards:
-        assert (folder/s.file_name).stat().st_size == s.extra['num_bytes'] and checksum_file(folder/s.file_name) == s.extra['checksum']
+        assert (folder/s.file_name).stat().st_size == s.extra['num_bytes']
+        assert checksum_file(folder/s.file_name) == s.extra['checksum']
     cache = folder.parent/'cache'
     write_cache(cache, (sample(n, i) for i, n in enumerate(lens)), [0, 1], 4, max_shard_bytes=max_shard_bytes)
     ds = CacheDataset(cache, max_open_shards=2)
@@ -61,7 +63,8 @@ from deepspec.cache.format import CacheShape
 from deepspec.cache.writer import AsyncTargetCacheWriter
 writer = AsyncTargetCacheWriter(sys.argv[1], CacheShape(hidden_size=64, num_layers=2), max_queue_size=2)
 sample = dict(input_ids=torch.zeros(100, dtype=torch.int32), loss_mask=torch.ones(100, dtype=torch.uint8),
-              target_hidden_states=torch.zeros(100, 128).bfloat16(), target_last_hidden_states=torch.zeros(100, 64).bfloat16())
+              target_hidden_states=torch.zeros(100, 128).bfloat16(),
+              target_last_hidden_states=torch.zeros(100, 64).bfloat16())
 try:
     for i in range(1000): writer.write(sample)
 except OSError as e: print(i < 20, e)
@@ -70,7 +73,8 @@ except OSError as e: print(i < 20, e)
 
 def test_a_file_system_that_refuses_more(tmp_path):
     "The kernel's own refusal, by a limit on the size of a file: the caller hears of it within a few samples"
-    done = subprocess.run([sys.executable, '-c', FULL_DISK, str(tmp_path/'w')], capture_output=True, text=True, timeout=60)
+    command = [sys.executable, '-c', FULL_DISK, str(tmp_path/'w')]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.stdout.startswith('True') and 'File too large' in done.stdout, done
 
 
@@ -116,7 +120,8 @@ def test_error_in_the_block_leaves_the_error(tmp_path):
 
 
 @pytest.mark.parametrize('change', [
-    dict(input_ids=torch.zeros(3, dtype=torch.int64)), dict(loss_mask=torch.zeros(4, dtype=torch.uint8)), dict(loss_mask=torch.zeros(3)),
+    dict(input_ids=torch.zeros(3, dtype=torch.int64)), dict(loss_mask=torch.zeros(4, dtype=torch.uint8)),
+    dict(loss_mask=torch.zeros(3)),
     dict(target_hidden_states=torch.zeros(3, 8)), dict(target_hidden_states=torch.zeros(3, 7).bfloat16()),
     dict(target_last_hidden_states=torch.zeros(2, 4).bfloat16()), dict(input_ids=torch.zeros(0, dtype=torch.int32))])
 def test_wrong_tensors_are_refused(tmp_path, change):
@@ -130,7 +135,8 @@ def test_memory_stays_flat(tmp_path):
         peak = None
         for i in range(600):
             writer.write(dict(input_ids=torch.zeros(100, dtype=torch.int32), loss_mask=torch.ones(100, dtype=torch.uint8),
-                              target_hidden_states=torch.zeros(100, 320).bfloat16(), target_last_hidden_states=torch.zeros(100, 64).bfloat16()))
+                              target_hidden_states=torch.zeros(100, 320).bfloat16(),
+                              target_last_hidden_states=torch.zeros(100, 64).bfloat16()))
             if i == 200: peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < peak+20_000
 

@@ -6,19 +6,17 @@
 __all__ = ['REPAIR_NAME', 'CacheInfo', 'cache_info', 'Problem', 'verify_cache', 'repair_cache']
 
 # %% ../../nbs/22b_check_cache.ipynb #c003
-import os, shutil, time
-from collections import Counter
-from dataclasses import asdict, dataclass, fields
+import os, time
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import numpy as np
 
 # %% ../../nbs/22b_check_cache.ipynb #c004
 from .build import BuildJob, BuildSummary, UnitRecord, check_same, make_job, run_job, unit_runs
-from .format import (CacheManifest, INDEX_NAME, MANIFEST_NAME, TENSOR_NAMES, check_records, map_index,
-                                   pack_shards, read_manifest, token_nbytes, unpack_manifest)
+from .format import (INDEX_NAME, MANIFEST_NAME, check_records, map_index, pack_shards, read_manifest,
+                                   token_nbytes, unpack_manifest)
 from .tokens import iter_samples, length_table
-from .work import Rank
 from .writer import shard_name
 from ..io import Progress, atomic_open, checksum_file, folder_lock, human_nbytes, read_json, write_json
 

@@ -10,7 +10,7 @@ __all__ = ['CACHE_VERSION', 'MANIFEST_NAME', 'INDEX_NAME', 'TENSOR_NAMES', 'DTYP
            'map_index', 'check_records', 'validate_target_cache_manifest', 'write_manifest', 'validate_train_cache']
 
 # %% ../../nbs/01_cache_format.ipynb #c003
-import json, os, stat, struct
+import os, stat, struct
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path

@@ -74,7 +74,7 @@ class TokenParts:
     def path(self, part:int)->Path: return self.folder/f'part-{part:06d}.npz'
 
     def make(self,
-        rank:Rank=Rank(), # This process
+        rank:Rank|None=None, # This process; None is a single one
         over=lambda: False, # Whether the whole job has ended meanwhile
         progress=None, # Counts rows
     ):
@@ -82,7 +82,7 @@ class TokenParts:
         def do(part):
             self._make(part)
             if progress: progress.update(min(self.rows_per_part, len(self.rows) - part*self.rows_per_part))
-        share_work(self.num_parts, lambda p: self.path(p).exists(), do, self.folder/'claims', rank, over)
+        share_work(self.num_parts, lambda p: self.path(p).exists(), do, self.folder/'claims', rank or Rank(), over)
 
     def _make(self, part):
         "Tokenise one part"

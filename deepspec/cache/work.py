@@ -52,13 +52,13 @@ def share_work(
     is_done, # Function of a task's number
     do, # Function of a task's number; the result must appear atomically
     claims:Path, # Folder of the lock files
-    rank:Rank=Rank(), # This process
+    rank:Rank|None=None, # This process; None is a single one
     over=lambda: False, # Whether the whole job has ended meanwhile; may raise if it never will
     poll_s:float=.1, # Wait between two looks at tasks that others hold
 ):
     "Return when every task is done, by this process or another"
     claims.mkdir(parents=True, exist_ok=True)
-    left = rank.order(num_tasks)
+    left = (rank or Rank()).order(num_tasks)
     while left and not over():
         held = []
         for task in left:

@@ -52,7 +52,8 @@ def show(
     result, # Dataclass or dict
     as_json:bool=False, # One JSON object instead of aligned lines
 ):
-    "Print a result for a person or for a script"
+    "Print a result for a person or for a script; under torchrun, by the first process alone"
+    if os.environ.get('RANK', '0') != '0': return
     values = as_dict(result)
     if as_json: print(json.dumps(values, ensure_ascii=False))
     else:

@@ -73,7 +73,7 @@ def regenerate(
     api_key: Annotated[str | None, typer.Option(envvar='DEEPSPEC_API_KEY', help='Bearer token; never stored', show_default=False)] = None,
     as_json: Annotated[bool, AS_JSON] = False,
 ):
-    "Let the target write every assistant turn anew; run again to resume"
+    "Let the target write the answers anew; run again to resume"
     from deepspec.data.regenerate import regenerate
     from deepspec.pipeline.engines import answering
     options = dict(sampling=preset, max_tokens=max_tokens, resume=resume, retry_rejected=retry_rejected, reject_length=reject_length,
@@ -92,7 +92,7 @@ def plan(
     out: Annotated[str, typer.Option(help='Folder whose free space counts')] = '.',
     as_json: Annotated[bool, AS_JSON] = False,
 ):
-    "Bytes, shards and hours of a target cache, before anyone captures one"
+    "Bytes, shards and hours of a cache before it is built"
     from deepspec.cache.build import plan_from_jsonl
     from deepspec.cache.size import plan_cache, plan_table, shape_from_config
     from deepspec.model.target import default_layer_ids, target_config

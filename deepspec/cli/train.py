@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['draft_folder', 'load_drafts', 'train', 'online_samples', 'evaluate', 'results_table', 'calibrate', 'schedule',
-           'report']
+           'export', 'report']
 
 # %% ../../nbs/66_cli_train.ipynb #c003
+import os
 from typing import Annotated
 
 import typer
@@ -55,7 +56,7 @@ def train(
     dry_run: Annotated[bool, typer.Option('--dry-run', help='Print the configuration and stop')] = False,
     as_json: Annotated[bool, AS_JSON] = False,
 ):
-    "Train a draft by the name of its recipe; run again to resume"
+    "Train a draft by its recipe; run again to resume"
     from deepspec.train.config import recipe_to_dict
     from deepspec.train.recipes import RECIPES, named_recipe
     if list_ or not recipe: return print('\n'.join(sorted(RECIPES)))
@@ -121,7 +122,7 @@ def evaluate(
     config = DecodeConfig(max_new_tokens=max_new_tokens, temperature=temperature, confidence_threshold=confidence_threshold, seed=seed)
     results = evaluate_drafts(loaded, load_drafts(draft, loaded), sets, out, config, batch_size, num_prompts, multi_turn)
     if as_json: return show(results['total'], True)
-    print(results_table(results))
+    if os.environ.get('RANK', '0') == '0': print(results_table(results))
 
 def results_table(
     results:dict, # Content of results.json
@@ -141,7 +142,7 @@ def calibrate(
     seed: Annotated[int, typer.Option(help='Of the split')] = 0,
     as_json: Annotated[bool, AS_JSON] = False,
 ):
-    "Fit confidence temperatures on some answers, measure them on the others"
+    "Fit confidence temperatures, measure them on held-out cycles"
     from deepspec.eval.calibrate import calibrate_draft
     name,equals,folder = draft.partition('=')
     if not equals: raise ValueError(f"--draft {draft!r}: give name=folder, with the name that the evaluation used")
@@ -156,13 +157,29 @@ def schedule(
     dtype: Annotated[str, typer.Option(help='fp32 or bf16')] = 'fp32',
     as_json: Annotated[bool, AS_JSON] = False,
 ):
-    "Measure the target's passes a second, and simulate scheduling policies over recorded cycles"
+    "Profile the target and simulate scheduling policies"
     from deepspec.eval.schedule import profile_sps, schedule_report
     from deepspec.model.target import load_target
     found = schedule_report(cycles, draft, profile_sps(load_target(target, device, torch_dtype(dtype))), out)
     show(found if as_json else dict(out=out), as_json)
 
-# %% ../../nbs/66_cli_train.ipynb #c014
+# %% ../../nbs/66_cli_train.ipynb #c013
+def export(
+    draft: Annotated[str, typer.Argument(help='Checkpoint, or the run folder around it')],
+    out: Annotated[str, typer.Option(help='Folder to create')],
+    check: Annotated[bool, typer.Option('--check', help='Load what was written and compare it with the checkpoint')] = False,
+    target: Annotated[str | None, typer.Option(help='With --check: compare embedding and head with this target too')] = None,
+    as_json: Annotated[bool, AS_JSON] = False,
+):
+    "Write a draft in the public layout"
+    from deepspec.eval.export import check_export, export_draft
+    from deepspec.model.target import load_target
+    folder = draft_folder(draft)
+    written = export_draft(folder, out)
+    if check: show(check_export(written, folder, load_target(target) if target else None), as_json)
+    else: print(written)
+
+# %% ../../nbs/66_cli_train.ipynb #c015
 def report(
     name: Annotated[str, typer.Argument(help='Report name or notebook path; --list shows the names')] = '',
     out: Annotated[str, typer.Option(help='Folder for the executed notebook and its page')] = 'reports_out',

@@ -63,8 +63,8 @@ def sample_view(
     if answer:
         said = tokenizer.decode(sample['input_ids'][answer]).strip()
         marks.append(Mark(kind='answer', text=said, start=answer[0], end=answer[-1] + 1, chunk=answer[0]//chunk_size))
-    return SampleView(num_tokens=len(ids), max_length=len(sample['input_ids']), chunk_size=chunk_size, marks=tuple(marks),
-                      truncated=i in dataset.truncated)
+    return SampleView(num_tokens=len(ids), max_length=len(sample['input_ids']), chunk_size=chunk_size,
+                      marks=tuple(marks), truncated=i in dataset.truncated)
 
 # %% ../../nbs/70c_babilong_view.ipynb #c009
 _SIGNS = dict(fact='f', question='Q', answer='A')

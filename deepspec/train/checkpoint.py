@@ -6,7 +6,7 @@
 __all__ = ['point_latest', 'checkpoints', 'save_checkpoint', 'latest_checkpoint', 'load_training_state']
 
 # %% ../../nbs/32_checkpoint.ipynb #c003
-import os, re, shutil
+import os, pickle, re, shutil
 from pathlib import Path
 
 import torch
@@ -89,4 +89,4 @@ def load_training_state(
     path = Path(folder)/'training_state.pt'
     if not path.exists(): raise ValueError(f"{path}: no such file; the folder is a draft for serving, training cannot resume from it")
     try: return torch.load(path, map_location='cpu', weights_only=True)
-    except (RuntimeError, EOFError) as e: raise ValueError(f"{path}: cannot be read ({e}); resume from another step") from None
+    except (RuntimeError, EOFError, pickle.UnpicklingError) as e: raise ValueError(f"{path}: cannot be read ({str(e).splitlines()[0]}); resume from another step") from None
