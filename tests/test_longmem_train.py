@@ -20,13 +20,15 @@ def own_cache(tmp_path, monkeypatch): monkeypatch.setenv('DEEPSPEC_CACHE_DIR', s
 def config(tmp_path):
     "Eight rows from a file at 64 tokens"
     path = generate_babilong(tmp_path/'qa1'/'64.json', num_samples=8, length_tokens=60)
-    return TrainingConfig(model_name_or_path='tiny', train_base=True, data_path=str(path), max_length=64, chunk_size=32,
-                          answer_reserve_tokens=4, memory_subchunk=8, log_every_batches=1, output_dir=str(tmp_path/'out'))
+    return TrainingConfig(model_name_or_path='tiny', train_base=True, data_path=str(path), max_length=64,
+                          chunk_size=32, answer_reserve_tokens=4, memory_subchunk=8, log_every_batches=1,
+                          output_dir=str(tmp_path/'out'))
 
 
 def test_seed_defaults():
     c = parse_training_args([])
-    assert (c.max_length, c.answer_reserve_tokens, c.chunk_size, c.batch_size, c.train_ratio) == (32768, 64, 4096, 1, .9)
+    assert (c.max_length, c.answer_reserve_tokens, c.chunk_size) == (32768, 64, 4096)
+    assert (c.batch_size, c.train_ratio, c.truncation) == (1, .9, 'keep_question')
     assert (c.gradient_accumulation_steps, c.log_every_batches, c.logging_steps) == (8, 80, 10)
     assert c.output_dir == './outputs/qwen_titans_babilong' and not c.fsdp and c.max_samples is None
 
@@ -49,12 +51,14 @@ def test_two_runs_with_one_seed_are_equal_and_resume_is_exact(config, tmp_path):
     assert first['losses'] + rest['losses'] == whole['losses']
     a, b = (torch.load(f['files'][1], weights_only=True)['state_dict'] for f in (whole, rest))
     assert all(a[n].equal(b[n]) for n in a)
-    steps = [json.loads(l)['step'] for l in (Path(again.output_dir)/'metrics.jsonl').read_text().splitlines() if '"train"' in l]
+    lines = (Path(again.output_dir)/'metrics.jsonl').read_text().splitlines()
+    steps = [json.loads(l)['step'] for l in lines if '"train"' in l]
     assert steps == list(range(1, 9))
 
 
 def test_curriculum_resumes_in_its_stage(config, tmp_path):
-    plan = replace(config, data_path='generate:qa1', curriculum='48:2:2:16,64:3:1:32', gradient_accumulation_steps=1, save_steps=1)
+    plan = replace(config, data_path='generate:qa1', curriculum='48:2:2:16,64:3:1:32', gradient_accumulation_steps=1,
+                   save_steps=1)
     whole = train_babilong(plan)
     again = replace(plan, output_dir=str(tmp_path/'again'))
     first = train_babilong(replace(again, max_steps=3))
@@ -87,7 +91,8 @@ def command(config, *flags):
 
 
 def run(*argv):
-    env = os.environ | dict(OMP_NUM_THREADS='1', PYTHONPATH=os.pathsep.join([str(ROOT), os.environ.get('PYTHONPATH', '')]))
+    path = os.pathsep.join([str(ROOT), os.environ.get('PYTHONPATH', '')])
+    env = os.environ | dict(OMP_NUM_THREADS='1', PYTHONPATH=path)
     return subprocess.run([sys.executable, '-m', *argv], env=env, capture_output=True, text=True, timeout=280)
 
 

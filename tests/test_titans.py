@@ -16,7 +16,8 @@ def make(family='qwen3', layers=(0, 1), from_scratch=True, memory=DEPTHS[0], **o
     return QwenTitansForBABILong(qwen, layers, rule, chunk_size=16, from_scratch=from_scratch, **options).eval()
 
 
-def tokens(rows, length, seed=1): return torch.randint(0, 300, (rows, length), generator=torch.Generator().manual_seed(seed))
+def tokens(rows, length, seed=1):
+    return torch.randint(0, 300, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
 @torch.no_grad()
@@ -30,7 +31,8 @@ def logits(model, ids, **kw):
 def test_plain_qwen_at_step_0_and_block_diagonal_without_memory(family):
     plain, ids = tiny_qwen(family, vocab_size=300, hidden_size=16), tokens(1, 40)
     block = torch.arange(40)//16
-    bias = torch.zeros(40, 40).masked_fill((block[:, None] != block) | torch.ones(40, 40).triu(1).bool(), torch.finfo().min)
+    hidden = (block[:, None] != block) | torch.ones(40, 40).triu(1).bool()
+    bias = torch.zeros(40, 40).masked_fill(hidden, torch.finfo().min)
     want = plain(ids, attention_mask=bias[None, None], position_ids=(torch.arange(40) % 16)[None]).logits[0]
     torch.testing.assert_close(logits(make(family, from_scratch=False), ids), want, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(logits(make(family), ids, memory='off'), want, rtol=1e-4, atol=1e-5)
@@ -107,5 +109,6 @@ def test_errors_name_what_is_wrong(tmp_path):
     with pytest.raises(ValueError, match='prompt is empty'): model.generate(ids[:, :0])
     torch.save(dict(memory_state_dict=memory_state_dict(model.state_dict()), global_step=1), tmp_path/'m.pt')
     with pytest.raises(ValueError, match='has unknown layers.1'): load_memory_state(make(layers=(0,)), tmp_path/'m.pt')
-    with pytest.raises(ValueError, match='lacks layers.0.long_term_memory.w1'): load_memory_state(make(memory=DEPTHS[1]), tmp_path/'m.pt')
+    with pytest.raises(ValueError, match='lacks layers.0.long_term_memory.w1'):
+        load_memory_state(make(memory=DEPTHS[1]), tmp_path/'m.pt')
     with pytest.raises(ValueError, match='no such file'): load_memory_state(model, tmp_path/'absent.pt')
