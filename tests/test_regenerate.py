@@ -1,5 +1,5 @@
 "Regeneration against a server that fails on request: nothing lost, nothing doubled, exact resume after kills"
-import asyncio, json, logging, os, random, signal, subprocess, sys, time
+import json, logging, random, signal, subprocess, sys, time
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,8 @@ HASTY = Patience(max_pause_s=.2, sync_s=.3, all_dead_s=3.)
 def make_rows(n, turns=1, mark=lambda i: ''):
     "n conversations with `turns` questions each"
     return [dict(id=f'r{i}', conversations=[t for k in range(turns) for t in
-                 (dict(role='user', content=f'question {i}.{k} {mark(i)}'), dict(role='assistant', content='old'))]) for i in range(n)]
+                 (dict(role='user', content=f'question {i}.{k} {mark(i)}'), dict(role='assistant', content='old'))])
+                 for i in range(n)]
 
 def write(path, rows):
     path.write_text(''.join(json.dumps(r) + '\n' for r in rows))
@@ -46,7 +47,8 @@ def test_multi_turn_replay_uses_the_new_history(tmp_path):
     rows[5]['conversations'].insert(2, dict(role='tool', content='42'))
     rows[5]['conversations'].insert(3, dict(role='assistant', content='old'))
     with FakeServer() as server:
-        s = regenerate(write(tmp_path/'in.jsonl', rows), tmp_path/'o'/'train.jsonl', [server.url], sampling='qwen3', patience=HASTY)
+        s = regenerate(write(tmp_path/'in.jsonl', rows), tmp_path/'o'/'train.jsonl', [server.url], sampling='qwen3',
+                       patience=HASTY)
     check_complete(rows, tmp_path/'o'/'train.jsonl')
     assert s.complete and s.num_rows == 20 and s.finish_reasons == {'stop': 61}
     row = read(tmp_path/'o'/'train.jsonl')[0]
@@ -59,40 +61,48 @@ def test_multi_turn_replay_uses_the_new_history(tmp_path):
 def test_every_parameter_on_the_wire(tmp_path, owned_by):
     sampling = Sampling(temperature=1.9, top_p=.81, top_k=21, min_p=.03, repetition_penalty=1.07, presence_penalty=.5)
     with FakeServer(owned_by=owned_by, slots=4) as server:
-        regenerate(write(tmp_path/'in.jsonl', make_rows(1)), tmp_path/'o'/'t.jsonl', [server.url], sampling=sampling, max_tokens=77, seed=5)
+        regenerate(write(tmp_path/'in.jsonl', make_rows(1)), tmp_path/'o'/'t.jsonl', [server.url], sampling=sampling,
+                   max_tokens=77, seed=5)
         sent, = server.requests
     penalty = dict(repeat_penalty=1.07, repeat_last_n=8192) if owned_by == 'llamacpp' else dict(repetition_penalty=1.07)
-    want = dict(temperature=1.9, top_p=.81, top_k=21, min_p=.03, presence_penalty=.5, max_tokens=77, model='fake', stream=False,
+    want = dict(temperature=1.9, top_p=.81, top_k=21, min_p=.03, presence_penalty=.5, max_tokens=77, model='fake',
+                stream=False,
                 chat_template_kwargs=dict(enable_thinking=False), **penalty)
     assert {k: sent[k] for k in want} == want
-    assert isinstance(sent['seed'], int) and 'extra_body' not in sent and sent['messages'] == [dict(role='user', content='question 0.0 ')]
+    assert isinstance(sent['seed'], int) and 'extra_body' not in sent
+    assert sent['messages'] == [dict(role='user', content='question 0.0 ')]
 
 @pytest.mark.parametrize('name,preset', PRESETS.items())
 def test_presets_are_sent_whole(name, preset):
     fields = wire_fields(preset, 10)
-    assert {'temperature', 'top_p', 'top_k', 'min_p', 'repetition_penalty', 'presence_penalty', 'max_tokens'} <= set(fields)
+    assert {'temperature', 'top_p', 'top_k', 'min_p', 'repetition_penalty', 'presence_penalty',
+            'max_tokens'} <= set(fields)
     assert fields['chat_template_kwargs'] == {'enable_thinking': False}
 
 def test_seeds_depend_on_the_row_alone(tmp_path):
     seeds = []
     for window in (1, 7):
         with FakeServer() as server:
-            regenerate(write(tmp_path/'in.jsonl', make_rows(9, 2)), tmp_path/f'o{window}'/'t.jsonl', [server.url], sampling='greedy', seed=1, window=window)
+            regenerate(write(tmp_path/'in.jsonl', make_rows(9, 2)), tmp_path/f'o{window}'/'t.jsonl', [server.url],
+                       sampling='greedy', seed=1, window=window)
             seeds.append({json.dumps(r['messages']): r['seed'] for r in server.requests})
     assert seeds[0] == seeds[1] and len(set(seeds[0].values())) == 18
 
 def test_reject_reasons(tmp_path):
     marks = {1: '#400', 2: '#overflow', 3: '#empty', 4: '#length', 5: '#think'}
     rows = make_rows(6, mark=lambda i: marks.get(i, ''))
-    extra = [b'{"id": "r0", "conversations": []}', b'not json', b'{"conversations": []}', b'{"id": "x", "conversations": [{"role": "user", "content": null}]}',
+    extra = [b'{"id": "r0", "conversations": []}', b'not json', b'{"conversations": []}',
+             b'{"id": "x", "conversations": [{"role": "user", "content": null}]}',
              b'{"id": "y", "conversations": [{"role": "assistant", "content": "a"}]}', b'', b'[1]',
-             b'{"id": "z", "conversations": [{"role": "user", "content": "u"}, {"role": "assistant", "content": null, "tool_calls": [{}]}]}']
+             b'{"id": "z", "conversations": [{"role": "user", "content": "u"}, {"role": "assistant", "content": null, '
+             b'"tool_calls": [{}]}]}']
     path = write(tmp_path/'in.jsonl', rows)
     path.write_bytes(b'\xef\xbb\xbf' + path.read_bytes() + b'\r\n'.join(extra))
     with FakeServer() as server:
         s = regenerate(path, tmp_path/'o'/'t.jsonl', [server.url], sampling='qwen3', patience=HASTY)
         assert s.num_rows == 2 and s.complete and s.finish_reasons == {'stop': 1, 'length': 1}
-        want = dict(refused_by_server=1, context_overflow=1, empty_content=1, thinking=1, duplicate_id=1, bad_row=4, bad_roles=1, tool_calls=1)
+        want = dict(refused_by_server=1, context_overflow=1, empty_content=1, thinking=1, duplicate_id=1, bad_row=4,
+                    bad_roles=1, tool_calls=1)
         assert s.reject_reasons == want
         rejected = read(tmp_path/'o'/'t.rejected.jsonl')
         assert len({r['id'] for r in rejected}) == 11 and all(r['detail'] for r in rejected)
@@ -114,15 +124,18 @@ def test_token_ids_are_kept(tmp_path):
         regenerate(write(tmp_path/'in.jsonl', make_rows(1, 2)), tmp_path/'o'/'t.jsonl', [server.url], sampling='qwen3')
         assert server.requests[0]['return_token_ids'] is True
         row, = read(tmp_path/'o'/'t.jsonl')
-        assert [bytes(ids[:-1]).decode() for ids in row['token_ids']] == [t['content'] for t in row['conversations'] if t['role'] == 'assistant']
-        regenerate(write(tmp_path/'in.jsonl', make_rows(1)), tmp_path/'o2'/'t.jsonl', [server.url], sampling='qwen3', keep_token_ids=False)
+        assert [bytes(ids[:-1]).decode() for ids in row['token_ids']] == [t['content'] for t in row['conversations']
+                                                                          if t['role'] == 'assistant']
+        regenerate(write(tmp_path/'in.jsonl', make_rows(1)), tmp_path/'o2'/'t.jsonl', [server.url], sampling='qwen3',
+                   keep_token_ids=False)
         assert 'return_token_ids' not in server.requests[-1]
 
 @pytest.mark.parametrize('fault', ['busy', 'error', 'half', 'drop', 'bad_json', 'slow'])
 def test_each_fault_alone(tmp_path, fault):
     rows = make_rows(40, 2)
     with FakeServer(faults=Faults(**{fault: .2}, slow_s=.05, seed=3)) as server:
-        s = regenerate(write(tmp_path/'in.jsonl', rows), tmp_path/'o'/'t.jsonl', [server.url], sampling='qwen3', patience=HASTY, window=8)
+        s = regenerate(write(tmp_path/'in.jsonl', rows), tmp_path/'o'/'t.jsonl', [server.url], sampling='qwen3',
+                       patience=HASTY, window=8)
         assert fault == 'slow' or server.num_faults > 3
     check_complete(rows, tmp_path/'o'/'t.jsonl')
     assert s.num_rejected == 0 and (fault == 'slow' or s.num_retries > 0)
@@ -131,13 +144,15 @@ def test_retry_after_is_honoured(tmp_path):
     with FakeServer(faults=Faults(busy=1., retry_after_s=.7)) as server:
         import threading
         threading.Timer(.3, lambda: setattr(server.faults, 'busy', 0.)).start()
-        regenerate(write(tmp_path/'in.jsonl', make_rows(1)), tmp_path/'o'/'t.jsonl', [server.url], sampling='qwen3', patience=HASTY)
+        regenerate(write(tmp_path/'in.jsonl', make_rows(1)), tmp_path/'o'/'t.jsonl', [server.url], sampling='qwen3',
+                   patience=HASTY)
         assert len(server.times) == 2 and server.times[1] - server.times[0] >= .7
 
 def test_a_hanging_row_times_out(tmp_path):
     rows = make_rows(3, mark=lambda i: '#hang' if i == 1 else '')
     with FakeServer() as server:
-        s = regenerate(write(tmp_path/'in.jsonl', rows), tmp_path/'o'/'t.jsonl', [server.url], sampling='qwen3', timeout_s=.2,
+        s = regenerate(write(tmp_path/'in.jsonl', rows), tmp_path/'o'/'t.jsonl', [server.url], sampling='qwen3',
+                       timeout_s=.2,
                        patience=Patience(max_attempts=2, max_pause_s=.1))
     assert s.reject_reasons == {'server_trouble': 1} and s.num_rows == 2
     assert 'no answer in 0 s' in read(tmp_path/'o'/'t.rejected.jsonl')[0]['detail']
@@ -150,7 +165,8 @@ def test_dead_servers_are_left_out_and_come_back(tmp_path, capsys):
         with FakeServer(latency_s=.02) as alive:
             import threading
             threading.Timer(.2, late.revive).start()
-            s = regenerate(write(tmp_path/'in.jsonl', rows), tmp_path/'o'/'t.jsonl', [late.url, alive.url], sampling='qwen3', window=4, patience=HASTY)
+            s = regenerate(write(tmp_path/'in.jsonl', rows), tmp_path/'o'/'t.jsonl', [late.url, alive.url],
+                           sampling='qwen3', window=4, patience=HASTY)
     check_complete(rows, tmp_path/'o'/'t.jsonl')
     assert f'left out until it answers: 127.0.0.1:{late.port}' in capsys.readouterr().err
     assert s.servers[f'127.0.0.1:{late.port}']['answers'] > 0
@@ -169,17 +185,20 @@ def test_all_servers_die_and_stay_dead(tmp_path):
         import threading
         threading.Timer(.3, server.die).start()
         with pytest.raises(ValueError, match='rows are safe'):
-            regenerate(path, tmp_path/'o'/'t.jsonl', [server.url], sampling='qwen3', window=4, patience=Patience(all_dead_s=.8, max_pause_s=.1, max_attempts=99))
+            regenerate(path, tmp_path/'o'/'t.jsonl', [server.url], sampling='qwen3', window=4,
+                       patience=Patience(all_dead_s=.8, max_pause_s=.1, max_attempts=99))
         done = len(read(tmp_path/'o'/'t.jsonl'))
         assert 0 < done < 200 and json.loads((tmp_path/'o'/'summary.json').read_text())['complete'] is False
         server.revive()
-        assert regenerate(path, tmp_path/'o'/'t.jsonl', [server.url], sampling='qwen3', patience=HASTY).num_new_rows == 200 - done
+        assert regenerate(path, tmp_path/'o'/'t.jsonl', [server.url], sampling='qwen3',
+                          patience=HASTY).num_new_rows == 200 - done
     check_complete(rows, tmp_path/'o'/'t.jsonl')
 
 def test_a_request_that_no_row_survives_ends_the_run(tmp_path):
     with FakeServer(latency_s=.01) as server:
         with pytest.raises(ValueError, match='were all refused .*roles must alternate'):
-            regenerate(write(tmp_path/'in.jsonl', make_rows(5000, mark=lambda i: '#400')), tmp_path/'o'/'t.jsonl', [server.url], sampling='qwen3', window=4)
+            regenerate(write(tmp_path/'in.jsonl', make_rows(5000, mark=lambda i: '#400')), tmp_path/'o'/'t.jsonl',
+                       [server.url], sampling='qwen3', window=4)
     assert len(read(tmp_path/'o'/'t.rejected.jsonl')) < 5000
 
 def test_three_of_four_servers_flap(tmp_path):
@@ -189,7 +208,8 @@ def test_three_of_four_servers_flap(tmp_path):
     for s in servers: s.__enter__()
     try:
         for s in servers[1:]: s.flap(.8, .3)
-        s = regenerate(write(tmp_path/'in.jsonl', rows), tmp_path/'o'/'t.jsonl', [s.url for s in servers], sampling='qwen3', window=8, patience=HASTY)
+        s = regenerate(write(tmp_path/'in.jsonl', rows), tmp_path/'o'/'t.jsonl', [s.url for s in servers],
+                       sampling='qwen3', window=8, patience=HASTY)
     finally:
         for x in servers: x.__exit__()
     check_complete(rows, tmp_path/'o'/'t.jsonl')
@@ -199,7 +219,8 @@ def test_three_of_four_servers_flap(tmp_path):
 
 def test_window_bounds_requests_and_load_is_even(tmp_path):
     with FakeServer(latency_s=.03) as a, FakeServer(latency_s=.03) as b:
-        s = regenerate(write(tmp_path/'in.jsonl', make_rows(200)), tmp_path/'o'/'t.jsonl', [a.url, b.url], sampling='qwen3', window=5)
+        s = regenerate(write(tmp_path/'in.jsonl', make_rows(200)), tmp_path/'o'/'t.jsonl', [a.url, b.url],
+                       sampling='qwen3', window=5)
         assert a.max_in_flight == b.max_in_flight == 5
     assert min(c['answers'] for c in s.servers.values()) > 60
 
@@ -210,23 +231,27 @@ def test_slots_of_llama_server_set_the_window(tmp_path):
 
 def test_turns_of_a_conversation_stay_with_one_server(tmp_path):
     with FakeServer(latency_s=.002) as a, FakeServer(latency_s=.002) as b:
-        regenerate(write(tmp_path/'in.jsonl', make_rows(40, 4)), tmp_path/'o'/'t.jsonl', [a.url, b.url], sampling='qwen3', window=50)
+        regenerate(write(tmp_path/'in.jsonl', make_rows(40, 4)), tmp_path/'o'/'t.jsonl', [a.url, b.url],
+                   sampling='qwen3', window=50)
         seen = [{r['messages'][0]['content'] for r in x.requests} for x in (a, b)]
     assert not seen[0] & seen[1]
 
 def test_servers_of_two_models_do_not_mix(tmp_path):
     with FakeServer(model='a') as a, FakeServer(model='b') as b:
         with pytest.raises(ValueError, match='different models'):
-            regenerate(write(tmp_path/'in.jsonl', make_rows(1)), tmp_path/'o'/'t.jsonl', [a.url, b.url], sampling='qwen3')
+            regenerate(write(tmp_path/'in.jsonl', make_rows(1)), tmp_path/'o'/'t.jsonl', [a.url, b.url],
+                       sampling='qwen3')
 
 def test_key_is_sent_and_never_shown(tmp_path, capfd, caplog):
     secret = 'sk-very-secret'
     with FakeServer(api_key=secret, faults=Faults(error=.3, drop=.2, seed=1)) as server, caplog.at_level(logging.DEBUG):
-        address = server.url.replace('127.0.0.1', 'user:pass-word@localhost')
-        regenerate(write(tmp_path/'in.jsonl', make_rows(30)), tmp_path/'o'/'t.jsonl', [address.replace('user:pass-word@', '')], sampling='qwen3', api_key=secret, patience=HASTY)
+        regenerate(write(tmp_path/'in.jsonl', make_rows(30)), tmp_path/'o'/'t.jsonl', [server.url], sampling='qwen3',
+                   api_key=secret, patience=HASTY)
         with pytest.raises(ValueError, match='HTTP 401') as e:
-            regenerate(tmp_path/'in.jsonl', tmp_path/'o2'/'t.jsonl', [server.url], sampling='qwen3', api_key='sk-wrong-key')
-    everything = ''.join(p.read_text() for p in tmp_path.rglob('*.json*')) + ''.join(capfd.readouterr()) + caplog.text + str(e.value)
+            regenerate(tmp_path/'in.jsonl', tmp_path/'o2'/'t.jsonl', [server.url], sampling='qwen3',
+                       api_key='sk-wrong-key')
+    written = ''.join(p.read_text() for p in tmp_path.rglob('*.json*'))
+    everything = written + ''.join(capfd.readouterr()) + caplog.text + str(e.value)
     assert secret not in everything and 'sk-wrong-key' not in everything
     assert server_label(base_url('https://user:pass-word@gpu.example.com/v1'), 3) == 'server 3'
 
@@ -235,12 +260,15 @@ def test_settings_of_another_run_are_refused(tmp_path):
     with FakeServer() as server:
         regenerate(path, tmp_path/'o'/'t.jsonl', [server.url], sampling='qwen3')
         write(path, make_rows(3))
-        with pytest.raises(ValueError, match='sampling'): regenerate(path, tmp_path/'o'/'t.jsonl', [server.url], sampling='greedy')
-        with pytest.raises(ValueError, match='exists; resume it'): regenerate(path, tmp_path/'o'/'t.jsonl', [server.url], sampling='qwen3', resume=False)
+        with pytest.raises(ValueError, match='sampling'):
+            regenerate(path, tmp_path/'o'/'t.jsonl', [server.url], sampling='greedy')
+        with pytest.raises(ValueError, match='exists; resume it'):
+            regenerate(path, tmp_path/'o'/'t.jsonl', [server.url], sampling='qwen3', resume=False)
         assert regenerate(path, tmp_path/'o'/'t.jsonl', [server.url], sampling='qwen3').num_new_rows == 1
     (tmp_path/'p').mkdir()
     (tmp_path/'p'/'t.jsonl').write_text('{"id": 1}\n')
-    with pytest.raises(ValueError, match='not by a regeneration'): regenerate(path, tmp_path/'p'/'t.jsonl', ['127.0.0.1:1'], sampling='qwen3')
+    with pytest.raises(ValueError, match='not by a regeneration'):
+        regenerate(path, tmp_path/'p'/'t.jsonl', ['127.0.0.1:1'], sampling='qwen3')
 
 @pytest.mark.parametrize('cut', range(1, 400, 23))
 def test_resume_after_a_cut_at_any_byte(tmp_path, cut):
@@ -255,11 +283,13 @@ def test_resume_after_a_cut_at_any_byte(tmp_path, cut):
 CHILD = """
 import sys
 from deepspec.data.regenerate import Patience, regenerate
-s = regenerate(sys.argv[1], sys.argv[2], sys.argv[3:], sampling='qwen3', window=6, patience=Patience(max_pause_s=.2, sync_s=.1))
+patience = Patience(max_pause_s=.2, sync_s=.1)
+s = regenerate(sys.argv[1], sys.argv[2], sys.argv[3:], sampling='qwen3', window=6, patience=patience)
 print('finished', s.complete, s.num_rows)
 """
 
-def child(*args): return subprocess.Popen([sys.executable, '-c', CHILD, *map(str, args)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def child(*args): return subprocess.Popen([sys.executable, '-c', CHILD, *map(str, args)], stdout=subprocess.PIPE,
+                                          stderr=subprocess.PIPE, text=True)
 
 def wait_for_rows(out, n, process):
     while process.poll() is None and (not out.exists() or out.read_bytes().count(b'\n') < n): time.sleep(.002)
@@ -269,7 +299,8 @@ def test_kills_at_random_moments(tmp_path):
     rng = random.Random(0)
     rows = make_rows(400, 2, mark=lambda i: '#overflow' if i%40 == 7 else '')
     path,out = write(tmp_path/'in.jsonl', rows),tmp_path/'o'/'t.jsonl'
-    with FakeServer(latency_s=.004, faults=Faults(slow=.3, slow_s=.02, error=.02)) as a, FakeServer(latency_s=.004) as b:
+    faults = Faults(slow=.3, slow_s=.02, error=.02)
+    with FakeServer(latency_s=.004, faults=faults) as a, FakeServer(latency_s=.004) as b:
         kills = 0
         for attempt in range(30):
             process = child(path, out, a.url, b.url)

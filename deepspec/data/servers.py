@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['ENGINES', 'serve_gguf', 'LlamaCpp', 'SGLang', 'visible_gpus', 'check_sglang_command', 'VLLM', 'port_is_free',
-           'choose_ports', 'log_tail', 'answers', 'ServerProcess', 'Watch', 'launch_servers']
+           'choose_ports', 'log_tail', 'answers', 'ServerProcess', 'Watch', 'model_slug', 'launch_servers']
 
 # %% ../../nbs/14_servers.ipynb #c003
-import atexit, os, shutil, socket, sys, tempfile, threading, time, urllib.error, urllib.request
+import os, socket, sys, threading, time, urllib.error, urllib.request
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -44,7 +44,7 @@ _PASSIVE = dict(OMP_WAIT_POLICY='passive', GOMP_SPINCOUNT='0')
 @dataclass(frozen=True, kw_only=True)
 class LlamaCpp:
     "llama-server through `xllamacpp`: CPU, GGUF files, the embedded target"
-    slots:int=8 # Sequences decoded together
+    slots:int=16 # Sequences decoded together
     context_tokens:int=2048 # Prompt and answer of one sequence
     threads:int|None=None # Computing threads; all cores where None
     name = 'llamacpp'
@@ -57,7 +57,8 @@ class LlamaCpp:
     )->list: # Command line
         "Command line of one server"
         threads = self.threads or len(os.sched_getaffinity(0))
-        settings = dict(model=str(model), port=port, slots=self.slots, context_tokens=self.context_tokens, threads=threads, alias=Path(model).stem)
+        settings = dict(model=str(model), port=port, slots=self.slots, context_tokens=self.context_tokens,
+                        threads=threads, alias=Path(model).stem)
         return [self.python, '-c', f'from deepspec.data.servers import serve_gguf; serve_gguf(**{settings!r})']
 
     def env(self,
@@ -84,7 +85,8 @@ class SGLang:
     )->list: # Command line
         "Command line of one server"
         fraction = [] if self.mem_fraction_static is None else ['--mem-fraction-static', str(self.mem_fraction_static)]
-        return [self.python, '-m', 'sglang.launch_server', '--model-path', str(model), '--host', '127.0.0.1', '--port', str(port),
+        return [self.python, '-m', 'sglang.launch_server', '--model-path', str(model), '--host', '127.0.0.1', '--port',
+                str(port),
                 '--tp-size', str(self.tp_size), '--dp-size', str(self.dp_size), *fraction, *self.flags]
 
     def env(self,
@@ -104,7 +106,8 @@ def visible_gpus(
     if mine is None: return ','.join(map(str, wanted))
     gpus = [g for g in mine.split(',') if g]
     if len(gpus) < wanted.stop:
-        raise ValueError(f"CUDA_VISIBLE_DEVICES={mine}: server {rank} needs GPUs {wanted.start}-{wanted.stop - 1} of this list; "
+        raise ValueError(f"CUDA_VISIBLE_DEVICES={mine}: server {rank} needs GPUs {wanted.start}-{wanted.stop - 1} of "
+                         "this list; "
                          "ask for fewer servers or more GPUs")
     return ','.join(gpus[i] for i in wanted)
 
@@ -116,7 +119,8 @@ def check_sglang_command(
     from sglang.srt.server_args import prepare_server_args
     try: return prepare_server_args(command[command.index('sglang.launch_server') + 1:])
     except SystemExit as e: # argparse prints the reason itself
-        raise ValueError(f"SGLang refuses {' '.join(command[3:])} (exit {e.code}); compare the flags with `python -m sglang.launch_server --help`") from None
+        raise ValueError(f"SGLang refuses {' '.join(command[3:])} (exit {e.code}); compare the flags with `python -m "
+                         "sglang.launch_server --help`") from None
 
 # %% ../../nbs/14_servers.ipynb #c017
 @dataclass(frozen=True, kw_only=True)
@@ -136,14 +140,16 @@ class VLLM:
         "Command line of one server"
         size = ['--enforce-eager'] if self.cpu else ['--tensor-parallel-size', str(self.tp_size)]
         # not `vllm serve`: its command-line module imports what the CPU build has not got
-        return [self.python, '-m', 'vllm.entrypoints.openai.api_server', '--model', str(model), '--host', '127.0.0.1', '--port', str(port),
+        return [self.python, '-m', 'vllm.entrypoints.openai.api_server', '--model', str(model), '--host', '127.0.0.1',
+                '--port', str(port),
                 *size, *self.flags]
 
     def env(self,
         rank:int, # Number of the server, from 0
     )->dict: # Variables on top of our own
         "Environment of one server"
-        return _PASSIVE | dict(VLLM_CPU_KVCACHE_SPACE='2') if self.cpu else dict(CUDA_VISIBLE_DEVICES=visible_gpus(rank, self.tp_size))
+        if self.cpu: return _PASSIVE | dict(VLLM_CPU_KVCACHE_SPACE='2')
+        return dict(CUDA_VISIBLE_DEVICES=visible_gpus(rank, self.tp_size))
 
 ENGINES = {e.name: e for e in (LlamaCpp, SGLang, VLLM)}
 
@@ -166,7 +172,8 @@ def choose_ports(
     if first is not None:
         ports = list(range(first, first + num_servers))
         if busy := [p for p in ports if not port_is_free(p)]:
-            raise ValueError(f"port {', '.join(map(str, busy))} of 127.0.0.1 is in use; stop what listens there or choose another first port")
+            raise ValueError(f"port {', '.join(map(str, busy))} of 127.0.0.1 is in use; stop what listens there or "
+                             "choose another first port")
         return ports
     sockets = [socket.socket() for _ in range(num_servers)] # all held at once, or the same port comes twice
     try:
@@ -224,9 +231,11 @@ class ServerProcess:
         deadline = time.monotonic() + timeout_s
         while not answers(self.url):
             if not self.alive:
-                raise ValueError(f"server {self.url} ended with exit code {self.process.returncode} at start: {log_tail(self.log)}; see {self.log}")
+                raise ValueError(f"server {self.url} ended with exit code {self.process.returncode} at start: "
+                                 f"{log_tail(self.log)}; see {self.log}")
             if time.monotonic() > deadline:
-                raise ValueError(f"server {self.url} does not answer after {timeout_s:.0f} s: {log_tail(self.log)}; see {self.log}")
+                raise ValueError(f"server {self.url} does not answer after {timeout_s:.0f} s: {log_tail(self.log)}; "
+                                 f"see {self.log}")
             time.sleep(.05)
 
     def stop(self):
@@ -264,8 +273,9 @@ class Watch:
 
     def heartbeat(self)->str: # One line
         "How many servers run, since when, with how many restarts"
-        alive = sum(s.alive for s in self.servers)
-        return f"servers: {alive}/{len(self.servers)} running for {time.monotonic() - self.started:.0f} s, {sum(s.num_restarts for s in self.servers)} restarts"
+        alive,restarts = sum(s.alive for s in self.servers),sum(s.num_restarts for s in self.servers)
+        elapsed_s = time.monotonic() - self.started
+        return f"servers: {alive}/{len(self.servers)} running for {elapsed_s:.0f} s, {restarts} restarts"
 
     def _revive(self, server):
         if server.num_restarts >= self.max_restarts: return
@@ -280,28 +290,37 @@ class Watch:
 def _check_engine(engine):
     "`ValueError` unless the engine's package is there"
     if engine.python == sys.executable and find_spec(engine.package) is None:
-        raise ValueError(f"engine {engine.name}: the package {engine.package} is not installed; pip install {engine.package}, "
-                         f"or name an interpreter that has it" if engine.name != 'llamacpp' else "engine llamacpp: pip install xllamacpp")
+        raise ValueError(f"engine {engine.name}: the package {engine.package} is not installed; pip install "
+                         f"{engine.package}")
+
+def model_slug(
+    model:str|os.PathLike, # Hugging Face id, folder or file
+)->str: # For the name of a folder
+    "The last part of a model's name in lower case, with underscores: `Qwen/Qwen3-4B` gives `qwen3_4b`"
+    name = Path(str(model)).name.removesuffix('.gguf')
+    return ''.join(c if c.isalnum() else '_' for c in name.lower())
 
 @contextmanager
 def launch_servers(
-    model:str|os.PathLike|None=None, # GGUF for llama.cpp, Hugging Face id or folder for the others; the embedded target where None
+    model:str|os.PathLike|None=None, # GGUF for llama.cpp, else a Hugging Face id or folder; None: the embedded one
     engine=LlamaCpp(), # `LlamaCpp`, `SGLang` or `VLLM` with its settings
     num_servers:int=1, # On GPUs: one for each share of them
-    first_port:int|None=None, # Ports first_port, first_port+1, …; 30000 for GPU engines, any free port for llama.cpp where None
+    first_port:int|None=None, # First of num_servers ports; None: 30000 for GPU engines, any free ones for llama.cpp
     log_dir:str|os.PathLike|None=None, # Folder for the logs; logs/<engine>_<model> where None
     ready_timeout_s:float=900, # For all servers to answer
     max_restarts:int=3, # For each server, after it was ready
     heartbeat_s:float=60, # Between heartbeat lines
 ): # Yields the list of base URLs
-    "Start servers, yield their base URLs when all answer, end them with the block, with this process, or with its death"
+    "Start servers, yield their base URLs when all answer, end them with the block or with this process"
     _check_engine(engine)
-    if model is None and engine.name != 'llamacpp': raise ValueError(f"engine {engine.name}: name a model; only llamacpp has the embedded one")
+    if model is None and engine.name != 'llamacpp':
+        raise ValueError(f"engine {engine.name}: name a model; only llamacpp has the embedded one")
     model = embedded_gguf() if model is None else model
     if first_port is None and engine.name != 'llamacpp': first_port = 30_000
-    folder = Path(log_dir) if log_dir else Path('logs')/f"{engine.name}_{Path(str(model)).stem.lower().replace('-', '_')}"
+    folder = Path(log_dir) if log_dir else Path('logs')/f"{engine.name}_{model_slug(model)}"
     ports = choose_ports(num_servers, first_port)
-    servers = [ServerProcess(engine.command(str(model), p), engine.env(i), f'http://127.0.0.1:{p}', folder/f'server_{p}.log') for i,p in enumerate(ports)]
+    servers = [ServerProcess(engine.command(str(model), p), engine.env(i), f'http://127.0.0.1:{p}',
+                             folder/f'server_{p}.log') for i,p in enumerate(ports)]
     try:
         for s in servers: s.start()
         deadline = time.monotonic() + ready_timeout_s
