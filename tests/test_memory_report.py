@@ -13,7 +13,8 @@ ROOT = Path(__file__).parents[1]
 def test_report_runs_and_parameters_arrive(tmp_path):
     passed = dict(out=str(tmp_path/'run'), num_samples=2, curriculum='64:2:2:32,512:1:1:256')
     lists = dict(lengths='[512]', cost_lengths='[600]')
-    command = [sys.executable, '-m', 'papermill', 'reports/babilong_memory.ipynb', str(tmp_path/'out.ipynb'), '--cwd', '.']
+    papermill = [sys.executable, '-m', 'papermill', '--cwd', '.']
+    command = [*papermill, 'reports/babilong_memory.ipynb', str(tmp_path/'out.ipynb')]
     for k, v in passed.items(): command += ['-p', k, str(v)]
     for k, v in lists.items(): command += ['-y', f'{k}: {v}']
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
