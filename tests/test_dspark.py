@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
+from deepspec.model import dspark
 from deepspec.model.anchors import blocks_at
 from deepspec.model.blocks import QWEN3_KEYS, Qwen3Rope
 from deepspec.model.drafts import draft_from_target, load_draft
@@ -164,3 +165,18 @@ def test_gradients_reach_every_trained_weight():
         reached = {n for n,p in draft.named_parameters() if p.grad is not None and p.grad.any()}
         assert {n for n,p in draft.named_parameters() if p.requires_grad and n.startswith(('layers', 'fc', 'norm', 'hidden_norm'))} <= reached
         assert not {'embed_tokens.weight', 'lm_head.weight'} & reached
+
+
+def test_gradient_checkpointing_by_parts_changes_nothing(monkeypatch):
+    "Parts of two blocks, groups that end inside a row, and the same gradients"
+    monkeypatch.setattr(dspark, 'CHECKPOINTED_BLOCKS', 2)
+    target = toy_target()
+    draft = lively(draft_from_target(target, CHOICES)).train()
+    ids,hidden = row(target)
+    b = blocks_at(ids, torch.ones_like(ids), torch.tensor([0, 0, 0, 1, 1]), torch.tensor([0, 4, 9, 3, 7]), 4)
+    grads = []
+    for draft.gradient_checkpointing in (False, True):
+        draft.zero_grad()
+        draft(hidden, b).square().sum().backward()
+        grads.append({n: p.grad.clone() for n,p in draft.named_parameters() if p.grad is not None})
+    for n,g in grads[0].items(): torch.testing.assert_close(grads[1][n], g, rtol=1e-4, atol=1e-4)

@@ -74,7 +74,7 @@ def test_gradient_checkpointing_changes_nothing():
     draft = draft_from_target(target, CHOICES).train()
     ids,hidden = row(target)
     grads = []
-    for draft.checkpoint_layers in (False, True):
+    for draft.gradient_checkpointing in (False, True):
         draft.zero_grad()
         sum(h.sum() for h in draft(hidden, ids)).backward()
         grads.append(draft.fc.weight.grad.clone())

@@ -9,6 +9,7 @@ __all__ = ['BATCH_DTYPES', 'BufferPool', 'batch_bytes', 'CacheCollator']
 import mmap, weakref
 from collections import deque
 from itertools import accumulate
+from math import prod
 
 import numpy as np
 import torch
@@ -68,10 +69,13 @@ def _as_bytes(t:torch.Tensor)->np.ndarray:
 def _empty_batch(batch_size, longest, widths, pool, pin_memory)->dict:
     "The five batch tensors, uninitialised, in one piece of memory"
     shapes = {k: (batch_size, longest, *widths.get(k, ())) for k in BATCH_DTYPES}
-    sizes = [int(np.prod(shapes[k]))*dt.itemsize for k,dt in BATCH_DTYPES.items()]
+    sizes = [prod(shapes[k])*dt.itemsize for k,dt in BATCH_DTYPES.items()]
     starts = list(accumulate((-(-n//64)*64 for n in sizes), initial=0))
-    flat = batch_bytes(starts[-1], pool, pin_memory)
-    return {k: flat[o:o + n].view(dt).view(shapes[k]) for (k,dt),o,n in zip(BATCH_DTYPES.items(), starts, sizes)}
+    memory = batch_bytes(starts[-1], pool, pin_memory).untyped_storage()
+    def view(dt, start, shape): # one call for each tensor: slices and views of views cost more than a small copy
+        strides = [prod(shape[i + 1:]) for i in range(len(shape))]
+        return torch.empty(0, dtype=dt).set_(memory, start//dt.itemsize, shape, strides)
+    return {k: view(dt, o, shapes[k]) for (k,dt),o in zip(BATCH_DTYPES.items(), starts)}
 
 class CacheCollator:
     "Pads cached samples to a batch, each byte copied once: ids, masks [B, S], hidden states [B, S, L·H] and [B, S, H]"

@@ -30,8 +30,9 @@ def _layer_keys(config, architecture)->tuple:
     "Names inside one draft layer"
     gemma = architecture.startswith('Gemma4')
     attention = [k for k in _ATTENTION if not (gemma and 'v_proj' in k and getattr(config, 'attention_k_eq_v', False))]
-    own = ('hidden_norm.weight',) if architecture.endswith('Eagle3Model') else ()
-    return (*attention, *_MLP, *_NORMS, *(_GEMMA_NORMS if gemma else ()), *own)
+    if architecture.endswith('Eagle3Model'): own = ('hidden_norm.weight',) # of either family, with three norms a layer
+    else: own = _GEMMA_NORMS if gemma else ()
+    return (*attention, *_MLP, *_NORMS, *own)
 
 def public_keys(
     config, # A draft's config.json, as `read_draft_config` returns it

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['QWEN3', 'GEMMA4', 'QWEN3_KEYS', 'ContextLayout', 'context_layout', 'block_attention', 'Qwen3Rope', 'Gemma4Rope',
-           'apply_rope', 'DraftAttention', 'Context', 'DraftLayer', 'Gemma4DraftAttention', 'Gemma4MLP',
-           'Gemma4DraftLayer', 'Family', 'draft_family', 'draft_shape']
+           'apply_rope', 'DraftAttention', 'Context', 'layout_parts', 'run_parts', 'DraftLayer', 'Gemma4DraftAttention',
+           'Gemma4MLP', 'Gemma4DraftLayer', 'Family', 'draft_family', 'draft_shape']
 
 # %% ../../nbs/24_draft_blocks.ipynb #c003
 from dataclasses import dataclass
@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig
 from transformers.models.gemma4.modeling_gemma4 import (
     Gemma4RMSNorm, Gemma4TextRotaryEmbedding, Gemma4TextScaledWordEmbedding)
@@ -168,7 +169,27 @@ class Context(NamedTuple):
         "Keys and values for one layer's attention"
         return attention.kv(self.vectors_TH, self.rope_T) if self.cached_kv is None else self.cached_kv
 
-# %% ../../nbs/24_draft_blocks.ipynb #c024
+# %% ../../nbs/24_draft_blocks.ipynb #c025
+def layout_parts(
+    starts_N:list, # As for `context_layout`
+    anchors_N:list, # As for `context_layout`
+    block_size:int, # K
+    device, # Where the attention runs
+    part_size:int|None=None, # Blocks a part, None for one part
+)->list: # Pairs of the number of blocks and their ContextLayout
+    "The blocks as parts to be worked on one after another"
+    n = part_size or len(starts_N)
+    return [(len(starts_N[i:i+n]), context_layout(starts_N[i:i+n], anchors_N[i:i+n], block_size, device)) for i in range(0, len(starts_N), n)]
+
+def run_parts(slots, h_NKH, context_kv, rope_NK, parts)->torch.Tensor: # [N, K, H]
+    "`slots` over all parts; several parts are recomputed in backward"
+    if len(parts) == 1: return slots(h_NKH, context_kv, rope_NK, parts[0][1])
+    sizes = [n for n,_ in parts]
+    cos,sin = (r.split(sizes) for r in rope_NK)
+    cut = zip(h_NKH.split(sizes), zip(cos, sin), (layout for _,layout in parts))
+    return torch.cat([checkpoint(slots, h, context_kv, rope, layout, use_reentrant=False) for h,rope,layout in cut])
+
+# %% ../../nbs/24_draft_blocks.ipynb #c026
 class DraftLayer(nn.Module):
     "Pre-norm residual layer, Qwen3-shaped"
     def __init__(self, config:PretrainedConfig):
@@ -178,11 +199,14 @@ class DraftLayer(nn.Module):
         self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    def forward(self, h_NKH, context:Context, rope_NK, layout):
-        h_NKH = h_NKH + self.self_attn(self.input_layernorm(h_NKH), context.kv(self.self_attn), rope_NK, layout)
+    def forward(self, h_NKH, context:Context, rope_NK, parts):
+        "Hidden states [N, K, H] after this layer; `parts` as `layout_parts` gives them"
+        return run_parts(self.slots, h_NKH, context.kv(self.self_attn), rope_NK, parts)
+    def slots(self, h_NKH, context_kv, rope_NK, layout):
+        h_NKH = h_NKH + self.self_attn(self.input_layernorm(h_NKH), context_kv, rope_NK, layout)
         return h_NKH + self.mlp(self.post_attention_layernorm(h_NKH))
 
-# %% ../../nbs/24_draft_blocks.ipynb #c026
+# %% ../../nbs/24_draft_blocks.ipynb #c028
 class Gemma4DraftAttention(DraftAttention):
     "Gemma4's full attention with keys from the context and from the block"
     def __init__(self, config:PretrainedConfig, width:int|None=None):
@@ -221,13 +245,16 @@ class Gemma4DraftLayer(nn.Module):
             setattr(self, f'{name}_layernorm', Gemma4RMSNorm(config.hidden_size, eps=config.rms_norm_eps))
         self.register_buffer('layer_scalar', torch.ones(1))
 
-    def forward(self, h_NKH, context:Context, rope_NK, layout):
-        attended = self.self_attn(self.input_layernorm(h_NKH), context.kv(self.self_attn), rope_NK, layout)
+    def forward(self, h_NKH, context:Context, rope_NK, parts):
+        "Hidden states [N, K, H] after this layer; `parts` as `layout_parts` gives them"
+        return run_parts(self.slots, h_NKH, context.kv(self.self_attn), rope_NK, parts)
+    def slots(self, h_NKH, context_kv, rope_NK, layout):
+        attended = self.self_attn(self.input_layernorm(h_NKH), context_kv, rope_NK, layout)
         h_NKH = h_NKH + self.post_attention_layernorm(attended)
         h_NKH = h_NKH + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(h_NKH)))
         return h_NKH*self.layer_scalar
 
-# %% ../../nbs/24_draft_blocks.ipynb #c028
+# %% ../../nbs/24_draft_blocks.ipynb #c030
 @dataclass(frozen=True, kw_only=True)
 class Family:
     "Classes a draft is built from"
@@ -256,7 +283,7 @@ def draft_family(
         raise ValueError(f"model_type {model_type!r}: no draft has this shape; known are {', '.join(families)}")
     return families[model_type]
 
-# %% ../../nbs/24_draft_blocks.ipynb #c031
+# %% ../../nbs/24_draft_blocks.ipynb #c033
 QWEN3_KEYS = ('vocab_size', 'hidden_size', 'intermediate_size', 'num_attention_heads', 'num_key_value_heads', 'hidden_act',
               'max_position_embeddings', 'initializer_range', 'rms_norm_eps', 'rope_parameters', 'pad_token_id', 'bos_token_id', 'eos_token_id')
 

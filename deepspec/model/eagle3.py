@@ -104,7 +104,7 @@ class Eagle3Model(DraftModel):
     def __init__(self, config:PretrainedConfig):
         super().__init__(config)
         self.layers = nn.ModuleList(Eagle3Layer(config) for _ in range(config.draft_num_hidden_layers))
-        self.checkpoint_layers = False # recompute each layer in backward
+        self.gradient_checkpointing = False # recompute each layer in backward
 
     @property
     def block_size(self)->int: return self.config.ttt_length
@@ -128,7 +128,7 @@ class Eagle3Model(DraftModel):
     def _run(self, layer, embed, h, rope, past):
         "One layer on one step, recomputed in backward if asked"
         attend = lambda q, kv, past: ttt_attention(q, [*past, kv], layer.self_attn.scale)
-        if self.checkpoint_layers and self.training: return checkpoint(layer, embed, h, rope, attend, past, use_reentrant=False)
+        if self.gradient_checkpointing and self.training: return checkpoint(layer, embed, h, rope, attend, past, use_reentrant=False)
         return layer(embed, h, rope, attend, past)
 
     def proposer(self, batch_size:int): # See `Proposal`

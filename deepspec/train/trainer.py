@@ -109,7 +109,7 @@ def prepare_module(
     t,dtype = recipe.training,resolve_dtype(recipe.training.dtype, ranks.device)
     sharded = t.parallel == 'fsdp' and ranks.world_size > 1
     draft = draft.to(ranks.device).train() if sharded else draft.to(ranks.device, dtype).train()
-    draft.checkpoint_layers = t.gradient_checkpointing
+    draft.gradient_checkpointing = t.gradient_checkpointing
     if t.compile:
         for layer in draft.layers: layer.compile()
     module = DraftTraining(draft, recipe.loss, t.loss_chunk)

@@ -1,0 +1,150 @@
+"""Writer against raw writes, reader against memcpy, in one run on one disk.
+
+python benchmarks/bench_cache.py --folder DIR [--mb 512]
+
+Each figure is measured beside its reference, in turns, and the best turn of each counts (for reading, of each batch):
+on a shared machine a turn can only be disturbed, never sped up. The page cache is warm for reading, as it is in a
+second epoch.
+"""
+import argparse
+import json
+import os
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+from deepspec.cache.collate import CacheCollator
+from deepspec.cache.format import CacheShape, token_nbytes
+from deepspec.cache.prefetch import CUDAPrefetcher
+from deepspec.cache.reader import CacheDataset
+from deepspec.cache.writer import AsyncTargetCacheWriter, sample_buffers, write_cache
+from deepspec.io import run_record
+
+SHAPE = CacheShape(hidden_size=576, num_layers=5) # SmolLM2-135M
+
+
+def make_samples(num_bytes):
+    "Random samples of 64 to 1,000 tokens, `num_bytes` together"
+    rng, samples = np.random.default_rng(0), []
+    while num_bytes > 0:
+        n = int(rng.integers(64, 1000))
+        states = torch.from_numpy(rng.integers(0, 2**14, (n, 6*576), dtype=np.int16)).view(torch.bfloat16)
+        samples.append(dict(input_ids=torch.arange(n, dtype=torch.int32),
+                            attention_mask=torch.ones(n, dtype=torch.uint8),
+                            loss_mask=torch.ones(n, dtype=torch.uint8),
+                            target_hidden_states=states[:, :5*576].contiguous(),
+                            target_last_hidden_states=states[:, 5*576:].contiguous()))
+        num_bytes -= n*token_nbytes(SHAPE)
+    return samples
+
+
+def seconds(f, *args):
+    started = time.perf_counter()
+    f(*args)
+    return time.perf_counter()-started
+
+
+def raw_write(folder, samples):
+    "The same bytes into one file, then fsync"
+    with open(folder/'raw', 'wb') as f:
+        for s in samples:
+            for b in sample_buffers(s): f.write(b)
+        f.flush()
+        os.fsync(f.fileno())
+
+
+def our_write(folder, samples):
+    with AsyncTargetCacheWriter(folder/'ours', SHAPE) as writer:
+        for s in samples: writer.write(s)
+
+
+def bench_write(folder, samples, turns):
+    best = {}
+    for _ in range(turns):
+        for name, f in (('raw write + fsync', raw_write), ('writer', our_write)):
+            os.sync()
+            best[name] = min(best.get(name, 9e9), seconds(f, folder, samples))
+            shutil.rmtree(folder/'ours', ignore_errors=True)
+            (folder/'raw').unlink(missing_ok=True)
+    return best
+
+
+def read(ds, indices, collate): collate(ds.__getitems__(indices))
+
+
+def bench_read(ds, turns):
+    "Time of read + collate over that of a memcpy of the samples' bytes, best turn of each batch; padding comes on top"
+    results, memory = {}, np.full(256 << 20, 7, np.uint8)
+    used, rng = ds.seq_lens.astype(int)*(token_nbytes(SHAPE)-1), np.random.default_rng(1)
+    for batch_size in (1, 8):
+        for name, indices in (('sequential', np.arange(len(ds))), ('shuffled', rng.permutation(len(ds))),
+                              ('by length', np.argsort(ds.seq_lens))):
+            order = [indices[i:i+batch_size].tolist() for i in range(0, len(ds)-batch_size+1, batch_size)]
+            sizes, collate = [int(used[b].sum()) for b in order], CacheCollator()
+            out, best = np.full(max(sizes), 1, np.uint8), np.full((len(order), 2), 9e9)
+            for _ in range(turns+1): # the first turn maps the pages and fills the pool
+                start = 0
+                for b, (indices_b, n) in enumerate(zip(order, sizes)):
+                    if start+n > len(memory): start = 0
+                    copied = seconds(np.copyto, out[:n], memory[start:start+n])
+                    best[b] = np.minimum(best[b], (copied, seconds(read, ds, indices_b, collate)))
+                    start += n
+            memcpy_s, ours_s = best.sum(0).tolist()
+            computed = sum(len(b)*int(ds.seq_lens[b].max()) for b in order)
+            padding = 1-sum(int(ds.seq_lens[b].sum()) for b in order)/computed
+            results[f'batch {batch_size}, {name}'] = dict(memcpy_s=memcpy_s, read_collate_s=ours_s,
+                                                          ratio=ours_s/memcpy_s,
+                                                          padding=padding, gb_per_s=sum(sizes)/ours_s/1e9)
+    return results
+
+
+def drain(loader):
+    for _ in CUDAPrefetcher(loader, device='cpu'): pass
+
+
+def bench_loader(ds):
+    "Gigabytes a second through DataLoader, collator and prefetcher, workers started before the clock"
+    results, nbytes = {}, int(ds.seq_lens.sum())*token_nbytes(SHAPE)
+    for workers in (0, 1, 2):
+        loader = DataLoader(ds, batch_size=8, shuffle=True, num_workers=workers, collate_fn=CacheCollator(),
+                            persistent_workers=workers > 0)
+        drain(loader)
+        results[f'{workers} workers'] = nbytes/min(seconds(drain, loader) for _ in range(2))/1e9
+    return results
+
+
+def anonymous_mb():
+    lines = Path('/proc/self/status').read_text().splitlines()
+    return int(next(l for l in lines if l.startswith('RssAnon')).split()[1])/1000
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument('--folder', default=tempfile.gettempdir())
+    parser.add_argument('--mb', type=int, default=512)
+    parser.add_argument('--turns', type=int, default=5)
+    parser.add_argument('--out')
+    args = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(dir=args.folder))
+    try:
+        samples = make_samples(args.mb*10**6)
+        write = bench_write(folder, samples, args.turns)
+        write_cache(folder/'cache', samples, list(range(5)), 576)
+        del samples
+        ds = CacheDataset(folder/'cache')
+        before = anonymous_mb()
+        reading = bench_read(ds, args.turns)
+        result = dict(write=write|dict(ratio=write['raw write + fsync']/write['writer']), read=reading,
+                      loader_gb_per_s=bench_loader(ds), run=run_record(mb=args.mb, turns=args.turns),
+                      anonymous_memory_mb=dict(before=before, after=anonymous_mb()))
+    finally: shutil.rmtree(folder)
+    print(json.dumps({k: v for k, v in result.items() if k != 'run'}, indent=1))
+    if args.out: Path(args.out).write_text(json.dumps(result, indent=1))
+
+
+if __name__ == '__main__': main()
