@@ -40,7 +40,7 @@ def overhead(length: int = 2048) -> dict:
         model.zero_grad()
 
     def read(memory):
-        with torch.no_grad(): model(ids, labels=labels, memory=memory)
+        with torch.no_grad(): model(ids, labels=ids, memory=memory)
     out = {}
     for name, run in (('train', step), ('read', read)):
         on, off = [], []

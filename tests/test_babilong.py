@@ -136,7 +136,8 @@ def test_offsets_find_every_object(tmp_path_factory, rows, indent, ascii, bom):
 
 
 @pytest.mark.parametrize('blob,what', [
-    (b'', 'empty'), (b'{"a": 1}', 'does not begin'), (b'[{"a": "x', 'unfinished'), (b'[{"a": 1}', 'ends inside the list'),
+    (b'', 'empty'), (b'{"a": 1}', 'does not begin'), (b'[{"a": "x', 'unfinished'),
+    (b'[{"a": 1}', 'ends inside the list'),
     (b'[{"a": 1', 'ends inside an object'), (b'[[1]]', 'holds a list'), (b'["x"]', 'stray'), (b'[]]', 'too many')])
 def test_damaged_lists_are_named(tmp_path, blob, what):
     (tmp_path/'x.json').write_bytes(blob)

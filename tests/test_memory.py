@@ -3,8 +3,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from deepspec.longmem.memory import (Gates, MemoryConfig, MemoryState, NeuralMemory, hidden_scale, read_memory, write_memory,
-                                     write_weights)
+from deepspec.longmem.memory import (Gates, MemoryConfig, MemoryState, NeuralMemory, hidden_scale, read_memory,
+                                     write_memory, write_weights)
 
 D, HIDDEN = 6, 5
 
@@ -14,7 +14,8 @@ def draw(depth, momentum, N, pads, seed):
     g = torch.Generator().manual_seed(seed)
     noise = lambda *shape: torch.randn(2, 3, *shape, generator=g, dtype=torch.float64)
     weights = [noise(D, D)*.3, None] if depth == 1 else [noise(HIDDEN, D), noise(D, HIDDEN)*.3]
-    momenta = [None if w is None or not momentum else torch.randn(w.shape, generator=g, dtype=torch.float64)*.2 for w in weights]
+    like = lambda w: torch.randn(w.shape, generator=g, dtype=torch.float64)*.2
+    momenta = [None if w is None or not momentum else like(w) for w in weights]
     mask = torch.ones(2, 3, N, dtype=torch.float64)
     mask[..., pads] = 0
     unit = lambda: torch.rand(2, 3, N, generator=g, dtype=torch.float64)
@@ -55,7 +56,8 @@ def slow_write(state, k, v, gates, subchunk):
 
 @pytest.mark.parametrize('depth', [1, 2])
 @pytest.mark.parametrize('momentum', [False, True])
-@pytest.mark.parametrize('N,subchunk,pads', [(1, 1, []), (12, 4, []), (13, 4, [3, 4, 12]), (9, 16, [0]), (8, 4, [4, 5, 6, 7])])
+@pytest.mark.parametrize('N,subchunk,pads', [(1, 1, []), (12, 4, []), (13, 4, [3, 4, 12]), (9, 16, [0]),
+                                             (8, 4, [4, 5, 6, 7])])
 def test_closed_form_is_the_recurrence(depth, momentum, N, subchunk, pads):
     state, k, v, gates = draw(depth, momentum, N, pads, seed=N)
     fast, slow = write_memory(state, k, v, gates, subchunk), slow_write(state, k, v, gates, subchunk)
@@ -76,7 +78,8 @@ def test_pads_freeze_and_writes_split(depth, momentum):
 def test_extreme_gates_stay_finite_with_finite_gradients():
     for depth, momentum in ((1, False), (1, True), (2, True)):
         torch.manual_seed(0)
-        memory = NeuralMemory(8, MemoryConfig(num_heads=2, head_dim=4, depth=depth, momentum=momentum, hidden_dim=4, subchunk=16))
+        rule = MemoryConfig(num_heads=2, head_dim=4, depth=depth, momentum=momentum, hidden_dim=4, subchunk=16)
+        memory = NeuralMemory(8, rule)
         for bias in (-200., 200.):
             with torch.no_grad(): memory.gates.bias.fill_(bias)
             x = torch.randn(1, 256, 8, requires_grad=True)
@@ -98,6 +101,6 @@ def test_weights_of_a_write_need_no_loop():
 
 def test_state_is_fp32_under_autocast():
     memory = NeuralMemory(8, MemoryConfig(num_heads=2, head_dim=4))
-    x = torch.randn(1, 16, 8)
-    with torch.autocast('cpu', dtype=torch.bfloat16): state = memory.write(x, x, torch.ones(1, 16), memory.initial_state(1))
-    assert state.w1.dtype == torch.float32 and state.w1.equal(memory.write(x, x, torch.ones(1, 16), memory.initial_state(1)).w1)
+    x, ones = torch.randn(1, 16, 8), torch.ones(1, 16)
+    with torch.autocast('cpu', dtype=torch.bfloat16): state = memory.write(x, x, ones, memory.initial_state(1))
+    assert state.w1.dtype == torch.float32 and state.w1.equal(memory.write(x, x, ones, memory.initial_state(1)).w1)

@@ -17,7 +17,7 @@ _HOMES = dict(
     MemoryConfig='memory', MemoryState='memory', NeuralMemory='memory',
     QwenTitansForBABILong='model', load_titans='model', load_memory_state='model', tiny_qwen='model',
     save_tiny_qwen='model', TrainingConfig='train', train_babilong='train', evaluate_babilong='train',
-    evaluate_checkpoint='train', load_run='train')
+    evaluate_checkpoint='train', load_run='train', memory_experiment='experiment')
 __all__ = sorted(_HOMES)
 
 def __getattr__(name:str):
