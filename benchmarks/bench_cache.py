@@ -1,7 +1,10 @@
-"""Writer against raw writes, reader against memcpy, in one run on one disk: python benchmarks/bench_cache.py --folder DIR [--mb 512]
+"""Writer against raw writes, reader against memcpy, in one run on one disk.
+
+python benchmarks/bench_cache.py --folder DIR [--mb 512]
 
 Each figure is measured beside its reference, in turns, and the best turn of each counts (for reading, of each batch):
-on a shared machine a turn can only be disturbed, never sped up. The page cache is warm for reading, as it is in a second epoch.
+on a shared machine a turn can only be disturbed, never sped up. The page cache is warm for reading, as it is in a
+second epoch.
 """
 import argparse
 import json
@@ -31,8 +34,10 @@ def make_samples(num_bytes):
     while num_bytes > 0:
         n = int(rng.integers(64, 1000))
         states = torch.from_numpy(rng.integers(0, 2**14, (n, 6*576), dtype=np.int16)).view(torch.bfloat16)
-        samples.append(dict(input_ids=torch.arange(n, dtype=torch.int32), attention_mask=torch.ones(n, dtype=torch.uint8),
-                            loss_mask=torch.ones(n, dtype=torch.uint8), target_hidden_states=states[:, :5*576].contiguous(),
+        samples.append(dict(input_ids=torch.arange(n, dtype=torch.int32),
+                            attention_mask=torch.ones(n, dtype=torch.uint8),
+                            loss_mask=torch.ones(n, dtype=torch.uint8),
+                            target_hidden_states=states[:, :5*576].contiguous(),
                             target_last_hidden_states=states[:, 5*576:].contiguous()))
         num_bytes -= n*token_nbytes(SHAPE)
     return samples
@@ -73,11 +78,12 @@ def read(ds, indices, collate): collate(ds.__getitems__(indices))
 
 
 def bench_read(ds, turns):
-    "Time of read + collate over that of a memcpy of as many bytes, for each batch size and order, best turn of each batch"
+    "Time of read + collate over that of a memcpy of the samples' bytes, best turn of each batch; padding comes on top"
     results, memory = {}, np.full(256 << 20, 7, np.uint8)
     used, rng = ds.seq_lens.astype(int)*(token_nbytes(SHAPE)-1), np.random.default_rng(1)
     for batch_size in (1, 8):
-        for name, indices in (('sequential', np.arange(len(ds))), ('shuffled', rng.permutation(len(ds)))):
+        for name, indices in (('sequential', np.arange(len(ds))), ('shuffled', rng.permutation(len(ds))),
+                              ('by length', np.argsort(ds.seq_lens))):
             order = [indices[i:i+batch_size].tolist() for i in range(0, len(ds)-batch_size+1, batch_size)]
             sizes, collate = [int(used[b].sum()) for b in order], CacheCollator()
             out, best = np.full(max(sizes), 1, np.uint8), np.full((len(order), 2), 9e9)
@@ -89,8 +95,11 @@ def bench_read(ds, turns):
                     best[b] = np.minimum(best[b], (copied, seconds(read, ds, indices_b, collate)))
                     start += n
             memcpy_s, ours_s = best.sum(0).tolist()
-            results[f'batch {batch_size}, {name}'] = dict(memcpy_s=memcpy_s, read_collate_s=ours_s, ratio=ours_s/memcpy_s,
-                                                          gb_per_s=sum(sizes)/ours_s/1e9)
+            computed = sum(len(b)*int(ds.seq_lens[b].max()) for b in order)
+            padding = 1-sum(int(ds.seq_lens[b].sum()) for b in order)/computed
+            results[f'batch {batch_size}, {name}'] = dict(memcpy_s=memcpy_s, read_collate_s=ours_s,
+                                                          ratio=ours_s/memcpy_s,
+                                                          padding=padding, gb_per_s=sum(sizes)/ours_s/1e9)
     return results
 
 
@@ -110,7 +119,8 @@ def bench_loader(ds):
 
 
 def anonymous_mb():
-    return int(next(l for l in Path('/proc/self/status').read_text().splitlines() if l.startswith('RssAnon')).split()[1])/1000
+    lines = Path('/proc/self/status').read_text().splitlines()
+    return int(next(l for l in lines if l.startswith('RssAnon')).split()[1])/1000
 
 
 def main():
@@ -129,8 +139,9 @@ def main():
         ds = CacheDataset(folder/'cache')
         before = anonymous_mb()
         reading = bench_read(ds, args.turns)
-        result = dict(write=write|dict(ratio=write['raw write + fsync']/write['writer']), read=reading, loader_gb_per_s=bench_loader(ds),
-                      anonymous_memory_mb=dict(before=before, after=anonymous_mb()), run=run_record(mb=args.mb, turns=args.turns))
+        result = dict(write=write|dict(ratio=write['raw write + fsync']/write['writer']), read=reading,
+                      loader_gb_per_s=bench_loader(ds), run=run_record(mb=args.mb, turns=args.turns),
+                      anonymous_memory_mb=dict(before=before, after=anonymous_mb()))
     finally: shutil.rmtree(folder)
     print(json.dumps({k: v for k, v in result.items() if k != 'run'}, indent=1))
     if args.out: Path(args.out).write_text(json.dumps(result, indent=1))

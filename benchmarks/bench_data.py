@@ -2,10 +2,11 @@
 
     python benchmarks/bench_data.py [--tokenizer FOLDER] [--seconds 2]
 
-Masks: the limit is what nobody can avoid, rendering every conversation and one batched encode of the texts. `ours / limit` must stay
-below 1.25 for 1, 5 and 20 turns, and the time per turn must not grow with the number of turns.
-Index: the limit is a loop of `readline` over the memory map.
+Masks: the limit is what nobody can avoid, rendering every conversation and one batched encode of the texts.
+`ours / limit` must stay below 1.25 for 1, 5 and 20 turns, and the time per turn must not grow with the turns.
+Index: the limit is a loop of `readline` over the memory map that finds the same rows.
 """
+
 import argparse
 import json
 import mmap
@@ -18,9 +19,12 @@ from pathlib import Path
 from deepspec.data.jsonl import JsonLineDataset, row_offsets
 from deepspec.data.template import resolve_template, tokenize_conversations
 
-WORDS = ('the of and to in is that for it as was with be by on not he his but at are this have from or had an they which one you were all her she '
-         'there would their we him been has when who will no more if out so up said what its about than into them can only other time new some '
-         'could these two may first then do any like my now over such our man me even most made after also did many before must through').split()
+WORDS = (
+    'the of and to in is that for it as was with be by on not he his but at are this have from or had an they which '
+    'one you were all her she there would their we him been has when who will no more if out so up said what its '
+    'about than into them can only other time new some could these two may first then do any like my now over such '
+    'our man me even most made after also did many before must through '
+).split()
 
 
 def bytes_tokenizer():
@@ -29,24 +33,38 @@ def bytes_tokenizer():
     from transformers import PreTrainedTokenizerFast
 
     from deepspec.data.template import TEMPLATE_REGISTRY, jinja_source
+
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=2000, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
-    backend.train_from_iterator([' '.join(WORDS)]*3, trainer)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token='<|im_end|>', chat_template=jinja_source(TEMPLATE_REGISTRY['chatml']))
+    trainer = trainers.BpeTrainer(
+        vocab_size=2000, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    backend.train_from_iterator([' '.join(WORDS)] * 3, trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token='<|im_end|>', chat_template=jinja_source(TEMPLATE_REGISTRY['chatml'])
+    )
     tokenizer.add_special_tokens(dict(additional_special_tokens=['<|im_start|>', '<|im_end|>']))
     return tokenizer
 
 
 def make_rows(num_rows, num_turns, rng, num_words=80):
     "Conversations of `num_turns` user and assistant turns"
-    def text(): return ' '.join(rng.choices(WORDS, k=rng.randint(num_words//2, num_words*3//2))).capitalize() + '.'
-    return [dict(id=str(i), conversations=[dict(role=r, content=text()) for _ in range(num_turns) for r in ('user', 'assistant')]) for i in range(num_rows)]
+
+    def text():
+        return ' '.join(rng.choices(WORDS, k=rng.randint(num_words // 2, num_words * 3 // 2))).capitalize() + '.'
+
+    return [
+        dict(
+            id=str(i),
+            conversations=[dict(role=r, content=text()) for _ in range(num_turns) for r in ('user', 'assistant')],
+        )
+        for i in range(num_rows)
+    ]
 
 
 def best(seconds, *functions):
     "Shortest run of each function; they take turns, so that a busy moment of the machine meets them all"
-    times, until = [[] for _ in functions], time.perf_counter() + seconds*len(functions)
+    times, until = [[] for _ in functions], time.perf_counter() + seconds * len(functions)
     while len(times[0]) < 3 or time.perf_counter() < until:
         for function, took in zip(functions, times):
             start = time.perf_counter()
@@ -60,53 +78,71 @@ def bench_masks(tokenizer, seconds):
     template, rng = resolve_template(tokenizer), random.Random(0)
     print(f"{'turns':>6} {'rows':>6} {'tokens':>8} {'limit ms':>9} {'ours ms':>9} {'ratio':>6} {'ours us/turn':>13}")
     for turns in (1, 5, 20):
-        rows = make_rows(800//turns, turns, rng)
+        rows = make_rows(800 // turns, turns, rng)
         chats = [r['conversations'] for r in rows]
-        def limit(): tokenizer(tokenizer.apply_chat_template(chats, tokenize=False), add_special_tokens=False)
-        def ours(): return tokenize_conversations(rows, tokenizer, template)
+
+        def limit(chats=chats):
+            tokenizer(tokenizer.apply_chat_template(chats, tokenize=False), add_special_tokens=False)
+
+        def ours(rows=rows):
+            return tokenize_conversations(rows, tokenizer, template)
+
         num_tokens = sum(d.num_tokens for d in ours())
         limit_s, ours_s = best(seconds, limit, ours)
-        print(f"{turns:6} {len(rows):6} {num_tokens:8} {limit_s*1e3:9.1f} {ours_s*1e3:9.1f} {ours_s/limit_s:6.2f} {ours_s*1e6/len(rows)/turns:13.0f}")
+        times = f"{limit_s * 1e3:9.1f} {ours_s * 1e3:9.1f} {ours_s / limit_s:6.2f}"
+        print(f"{turns:6} {len(rows):6} {num_tokens:8} {times} {ours_s * 1e6 / len(rows) / turns:13.0f}")
 
 
 def readline_offsets(data):
-    "Row starts by a loop of readline"
+    "Row starts by a loop of readline that leaves blank lines out"
     data.seek(0)
-    starts = []
-    while True:
-        at = data.tell()
-        if not data.readline(): return starts
-        starts.append(at)
+    starts, at = [], 0
+    while line := data.readline():
+        if not line.isspace():
+            starts.append(at)
+        at += len(line)
+    return starts
 
 
 def bench_index(seconds, num_nbytes, words):
     "Index build beside a readline loop, and reading with the index there"
     with tempfile.TemporaryDirectory() as folder:
         os.environ['DEEPSPEC_CACHE_DIR'] = folder
-        path, rng = Path(folder)/'rows.jsonl', random.Random(0)
+        path, rng = Path(folder) / 'rows.jsonl', random.Random(0)
         line = '\n'.join(json.dumps(r) for r in make_rows(500, 2, rng, words)) + '\n'
-        path.write_text(line*max(num_nbytes//len(line), 1))
+        path.write_text(line * max(num_nbytes // len(line), 1))
         with open(path, 'rb') as f, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as data:
             limit_s, ours_s = best(seconds, lambda: readline_offsets(data), lambda: row_offsets(data))
-            print(f"index of {len(data)/1e6:.0f} MB, {words} words a turn: readline {limit_s*1e3:.1f} ms, ours {ours_s*1e3:.1f} ms "
-                  f"({len(data)/ours_s/1e9:.1f} GB/s), ratio {ours_s/limit_s:.2f}")
+            print(
+                f"index of {len(data) / 1e6:.0f} MB, {words} words a turn: readline {limit_s * 1e3:.1f} ms, "
+                f"ours {ours_s * 1e3:.1f} ms ({len(data) / ours_s / 1e9:.1f} GB/s), ratio {ours_s / limit_s:.2f}"
+            )
         rows = JsonLineDataset(path)
-        open_s, = best(seconds/4, lambda: JsonLineDataset(path))
+        (open_s,) = best(seconds / 4, lambda: JsonLineDataset(path))
         order = rng.sample(range(len(rows)), 2000)
         raw = [rows.files[0].raw(i) for i in order]
-        read_s, parse_s = best(seconds/2, lambda: [rows[i] for i in order], lambda: [json.loads(r) for r in raw])
-        print(f"open with the index there: {open_s*1e3:.2f} ms; random row {read_s/2000*1e6:.1f} us, of which JSON parsing {parse_s/2000*1e6:.1f} us")
+        read_s, parse_s = best(seconds / 2, lambda: [rows[i] for i in order], lambda: [json.loads(r) for r in raw])
+        print(
+            f"open with the index there: {open_s * 1e3:.2f} ms; random row {read_s / 2000 * 1e6:.1f} us, "
+            f"of which JSON parsing {parse_s / 2000 * 1e6:.1f} us"
+        )
 
 
 if __name__ == '__main__':
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--tokenizer', help='folder or name of a tokenizer with a chat template; a small one is trained where this is left out')
+    parser.add_argument(
+        '--tokenizer',
+        help='folder or name of a tokenizer with a chat template; a small one is trained where this is left out',
+    )
     parser.add_argument('--seconds', type=float, default=2, help='time for each measurement')
     parser.add_argument('--mbytes', type=int, default=100, help='size of the file to index')
     args = parser.parse_args()
     if args.tokenizer:
         from transformers import AutoTokenizer
+
         tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
-    else: tokenizer = bytes_tokenizer()
+    else:
+        tokenizer = bytes_tokenizer()
     bench_masks(tokenizer, args.seconds)
-    for words in (20, 80, 400): bench_index(args.seconds, args.mbytes*10**6, words)
+    for words in (20, 80, 400):
+        bench_index(args.seconds, args.mbytes * 10**6, words)

@@ -34,7 +34,8 @@ def make_model(frozen: bool, **memory) -> QwenTitansForBABILong:
     "The same small model on every rank"
     torch.manual_seed(0)
     rule = MemoryConfig(num_heads=2, head_dim=8, hidden_dim=8, subchunk=4, **memory)
-    model = QwenTitansForBABILong(tiny_qwen(vocab_size=512, hidden_size=16), (0,), rule, from_scratch=True, chunk_size=CHUNK)
+    qwen = tiny_qwen(vocab_size=512, hidden_size=16)
+    model = QwenTitansForBABILong(qwen, (0,), rule, from_scratch=True, chunk_size=CHUNK)
     if frozen:
         for n, p in model.named_parameters(): p.requires_grad_('memory' in n)
     return model

@@ -21,7 +21,8 @@ def own_cache(tmp_path, monkeypatch): monkeypatch.setenv('DEEPSPEC_CACHE_DIR', s
 
 def word_tokenizer(bos: bool, eos: bool) -> PreTrainedTokenizerFast:
     "A word tokenizer that puts <s> before and </s> behind a text, and has no pad token"
-    words = sorted(set((babilong_prompt(ROW['input'], ROW['question']) + ' office <s> </s> a').replace('.', ' . ').split()))
+    text = babilong_prompt(ROW['input'], ROW['question']) + ' office <s> </s> a'
+    words = sorted(set(text.replace('.', ' . ').split()))
     tok = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words + ['?', ':', 'UNK'])}, unk_token='UNK'))
     tok.pre_tokenizer = pre_tokenizers.Whitespace()
     pattern = ('<s> ' if bos else '') + '$A' + (' </s>' if eos else '')
@@ -89,7 +90,8 @@ def test_truncated_samples_are_counted_and_modes_agree_without_truncation():
         if mode == 'error':
             with pytest.raises(ValueError, match='56 fit'): ds[0]
         else: ds[0]
-        assert ds[1]['input_ids'].equal(BABILongDataset(rows, tiny_tokenizer(), max_length=60, answer_reserve_tokens=4)[1]['input_ids'])
+        plain = BABILongDataset(rows, tiny_tokenizer(), max_length=60, answer_reserve_tokens=4)
+        assert ds[1]['input_ids'].equal(plain[1]['input_ids'])
         assert ds.truncated == (set() if mode == 'error' else {0})
 
 
@@ -115,22 +117,27 @@ def test_collate_only_stacks():
 
 # Lists on disk
 
-json_text = st.recursive(st.text(max_size=12) | st.integers() | st.none(),
-                         lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3))
+def objects(inner, size): return st.dictionaries(st.text(max_size=5), inner, max_size=size)
 
 
-@given(rows=st.lists(st.dictionaries(st.text(max_size=5), json_text, max_size=4), max_size=5), indent=st.sampled_from([None, 1]),
-       ascii=st.booleans(), bom=st.booleans())
+json_value = st.recursive(st.text(max_size=12) | st.integers() | st.none(),
+                          lambda inner: st.lists(inner, max_size=3) | objects(inner, 3))
+
+
+@given(rows=st.lists(objects(json_value, 4), max_size=5), indent=st.sampled_from([None, 1]), ascii=st.booleans(),
+       bom=st.booleans())
 @settings(max_examples=150, deadline=None)
 def test_offsets_find_every_object(tmp_path_factory, rows, indent, ascii, bom):
     path = tmp_path_factory.mktemp('j')/'x.json'
-    blob = (b'\xef\xbb\xbf' if bom else b'') + json.dumps(rows, indent=indent, ensure_ascii=ascii).encode('utf-8', 'surrogatepass')
+    text = json.dumps(rows, indent=indent, ensure_ascii=ascii)
+    blob = (b'\xef\xbb\xbf' if bom else b'') + text.encode('utf-8', 'surrogatepass')
     path.write_bytes(blob)
     assert [json.loads(blob[a:b].decode('utf-8', 'surrogatepass')) for a, b in index_json_list(path)] == rows
 
 
-@pytest.mark.parametrize('blob,what', [(b'', 'empty'), (b'{"a": 1}', 'does not begin'), (b'[{"a": "x', 'unfinished'), (b'[{"a": 1}', 'ends inside the list'),
-                                       (b'[{"a": 1', 'ends inside an object'), (b'[[1]]', 'holds a list'), (b'["x"]', 'stray'), (b'[]]', 'too many')])
+@pytest.mark.parametrize('blob,what', [
+    (b'', 'empty'), (b'{"a": 1}', 'does not begin'), (b'[{"a": "x', 'unfinished'), (b'[{"a": 1}', 'ends inside the list'),
+    (b'[{"a": 1', 'ends inside an object'), (b'[[1]]', 'holds a list'), (b'["x"]', 'stray'), (b'[]]', 'too many')])
 def test_damaged_lists_are_named(tmp_path, blob, what):
     (tmp_path/'x.json').write_bytes(blob)
     with pytest.raises(ValueError, match=what): index_json_list(tmp_path/'x.json')
@@ -169,7 +176,8 @@ def test_rows_fit_hold_their_facts_and_repeat(task, length):
         assert row == babilong_row(task, length, index=i)
         assert length - 40 <= counter.whole(babilong_prompt(row['input'], row['question'])) <= length
         assert TASKS[task].num_facts[0] <= len(FACT_PATTERN.findall(row['input']))
-        assert row['target'] in TASKS[task].labels and is_correct(row['target'], row['target'], row['question'], TASKS[task].labels)
+        assert row['target'] in TASKS[task].labels
+        assert is_correct(row['target'], row['target'], row['question'], TASKS[task].labels)
     assert babilong_row(task, length, index=1) != babilong_row(task, length, index=1, seed=7)
 
 
@@ -197,7 +205,8 @@ def test_qa5_and_qa2_answers_follow_from_the_facts():
 
 def test_background_from_a_file_keeps_its_order_and_loses_its_facts(tmp_path):
     path = tmp_path/'book.txt'
-    path.write_text('It was late. Mary went to the office. Nobody spoke!  Why? ' + ' '.join(f'Line {i} went on.' for i in range(300)))
+    lines = ' '.join(f'Line {i} went on.' for i in range(300))
+    path.write_text('It was late. Mary went to the office. Nobody spoke!  Why? ' + lines)
     row = babilong_row('qa1', 400, background=str(path), index=3)
     plain = FACT_PATTERN.sub('', row['input'])
     numbers = [int(w) for w in plain.split() if w.isdigit()]

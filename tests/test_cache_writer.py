@@ -134,7 +134,8 @@ def test_memory_stays_flat(tmp_path):
     with AsyncTargetCacheWriter(tmp_path/'a', CacheShape(hidden_size=64, num_layers=5), max_queue_size=8) as writer:
         peak = None
         for i in range(600):
-            writer.write(dict(input_ids=torch.zeros(100, dtype=torch.int32), loss_mask=torch.ones(100, dtype=torch.uint8),
+            writer.write(dict(input_ids=torch.zeros(100, dtype=torch.int32),
+                              loss_mask=torch.ones(100, dtype=torch.uint8),
                               target_hidden_states=torch.zeros(100, 320).bfloat16(),
                               target_last_hidden_states=torch.zeros(100, 64).bfloat16()))
             if i == 200: peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,9 +1,10 @@
 import json, os, subprocess, sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
+from deepspec.eval.calibrate import load_recorded
 from deepspec.eval.decode import Cycle, DecodeConfig, Generation, generate
 from deepspec.eval.evaluate import color_pieces, evaluate_draft, evaluate_drafts, explain_divergence
 from deepspec.eval.metrics import Acceptance, bootstrap_interval, count_cycles, summarize_acceptance
@@ -106,6 +107,22 @@ def test_a_real_difference_is_no_near_tie(target):
     assert found['position'] == 7 and not found['near_tie']
     shorter = explain_divergence(target, prompt, greedy, greedy[:5])
     assert shorter['position'] == 5 and not shorter['near_tie']
+
+
+def test_a_policy_cuts_proposals_and_is_recorded(target, draft, tmp_path):
+    free = evaluate_drafts(target, dict(dspark=draft), PROMPTS, tmp_path/'a', CONFIG)
+    one = evaluate_drafts(target, dict(dspark=draft), PROMPTS, tmp_path/'b', CONFIG, policy=FixedOne())
+    assert len(one['total']['drafts']['dspark']['survival']) == 1 < len(free['total']['drafts']['dspark']['survival'])
+    assert one['total']['drafts']['dspark']['identical_share'] == 1
+    assert one['run']['config']['policy'] == 'FixedOne()'
+    with pytest.raises(ValueError, match='under a confidence threshold or a policy'):
+        load_recorded(tmp_path/'b'/'cycles.jsonl', 'dspark')
+    assert load_recorded(tmp_path/'a'/'cycles.jsonl', 'dspark').num_slots == 4
+
+
+@dataclass(frozen=True)
+class FixedOne:
+    def __call__(self, survival_RK): return [1]*len(survival_RK)
 
 
 def test_folders_and_names(target, draft, tmp_path):

@@ -64,5 +64,5 @@ def test_imports_have_cells_of_their_own(path):
     for source in cells(path):
         lines = [line for line in source.splitlines() if line and not line.startswith(('#', ' ', ')'))]
         imports = [line for line in lines if re.match(r'(import|from) ', line)]
-        if imports and 'eval: false' not in source and '#| slow' not in source:
+        if imports and 'eval: false' not in source:
             assert len(imports) == len(lines), f'imports and code in one cell: {source[:80]}'

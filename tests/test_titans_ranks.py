@@ -19,7 +19,8 @@ def launched(out, how, base, depth, ranks):
     return torch.load(out)
 
 
-@pytest.mark.parametrize('base,depth', [('frozen', 1), ('trained', 2)])
+# the second case starts five more processes that import torch
+@pytest.mark.parametrize('base,depth', [('frozen', 1), pytest.param('trained', 2, marks=pytest.mark.slow)])
 def test_two_ranks_equal_one(tmp_path, base, depth):
     want = launched(tmp_path/'one.pt', 'ddp', base, depth, 1)
     assert want['count'] == 11

@@ -9,6 +9,7 @@ __all__ = ['SAMPLE_DTYPES', 'check_sample', 'sample_buffers', 'shard_name', 'Sha
 # %% ../../nbs/16_cache_writer.ipynb #c003
 import os, threading
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,6 +61,7 @@ class ShardWriter:
     ):
         self.folder,self.shape,self.max_shard_bytes = Path(folder),shape,max_shard_bytes
         self.records,self.shards,self.file,self.num_bytes,self.num_samples = [],[],None,0,0
+        self.helper = ThreadPoolExecutor(1, 'cache-checksum')
 
     def append(self, buffers:list):
         "Put one sample behind the last one"
@@ -69,10 +71,14 @@ class ShardWriter:
         seq_len = nbytes//token_nbytes(self.shape)
         self.records.append((len(self.records), len(self.shards), seq_len,
                              *tensor_offsets(self.shape, seq_len, self.num_bytes)))
-        for b in buffers:
-            self.file.write(b)
-            self.hash.update(b)
+        hashed = self.helper.submit(self._hash, buffers) # beside the write: both take one pass over the memory
+        for b in buffers: self.file.write(b)
+        hashed.result()
         self.num_bytes,self.num_samples = self.num_bytes + nbytes,self.num_samples + 1
+
+    def _hash(self, buffers):
+        "Add the bytes to the shard's checksum"
+        for b in buffers: self.hash.update(b)
 
     def _open(self):
         "Start the next shard; it must not exist"
@@ -153,6 +159,7 @@ class AsyncTargetCacheWriter:
                 self._error = e
                 self._queue.clear()
                 self._changed.notify_all()
+        finally: self._shards.helper.shutdown(wait=False)
 
     def _next(self)->list|None:
         "The next sample's bytes, None at the end"

@@ -6,14 +6,15 @@
 __all__ = ['turn_fault', 'MaskReport', 'check_masks']
 
 # %% ../../nbs/12c_mask_check.ipynb #c003
-import os, re
+import re
 from collections import Counter
 from dataclasses import dataclass, field
 from heapq import nsmallest
 
 from .jsonl import JsonLineDataset
 from .prompts import read_messages
-from .template import Reject, ResolvedTemplate, TokenizedConversation, as_template, decode_turn, tokenize_conversations
+from .template import (Reject, ResolvedTemplate, TokenizedConversation, as_template, decode_turn,
+                                    tokenize_conversations)
 from ..io import Progress
 
 # %% ../../nbs/12c_mask_check.ipynb #c007
@@ -32,11 +33,13 @@ def turn_fault(
     said = decode_turn(template.backend, done.input_ids, turn.start, turn.stop).replace('▁', ' ')
     want = _plain(turn.text, template.backend)
     cut = done.truncated and turn.stop == done.num_tokens
-    if said != want and not (cut and want.startswith(said.rstrip('\ufffd'))): return f"wrong: tokens say {said[-30:]!r}, the target said {want[-30:]!r}"
+    if said != want and not (cut and want.startswith(said.rstrip('\ufffd'))):
+        return f"wrong: tokens say {said[-30:]!r}, the target said {want[-30:]!r}"
     shown = turn.text.strip()
     if answer.strip() and answer.strip() in shown: return None
     kept = shown.removesuffix(template.renderer.closing[0].strip()).strip()
-    return 'shortened' if kept and kept in answer else f"wrong: supervised {shown[:30]!r}, the answer is {answer[:30]!r}"
+    if kept and kept in answer: return 'shortened'
+    return f"wrong: supervised {shown[:30]!r}, the answer is {answer[:30]!r}"
 
 # %% ../../nbs/12c_mask_check.ipynb #c009
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +65,8 @@ class MaskReport:
 
     def __str__(self):
         share = self.num_loss_tokens/max(self.num_tokens, 1)
-        lines = [f"{self.num_rows} rows, {self.num_tokens} tokens, {self.num_loss_tokens} supervised ({share:.1%}) in {self.num_turns} turns",
+        lines = [f"{self.num_rows} rows, {self.num_tokens} tokens, {self.num_loss_tokens} supervised ({share:.1%}) "
+                 f"in {self.num_turns} turns",
                  f"{self.num_truncated} truncated, {self.num_empty} with an empty mask, {self.num_rejected} unusable, "
                  f"{self.num_shortened} turns shortened by the template, {self.num_wrong} wrong spans"]
         lines += [f"  {n} × {reason}" for reason,n in self.reasons.items()]
@@ -86,7 +90,8 @@ class _Tally:
 
     def add(self, place:str, row:dict, done:TokenizedConversation):
         "A row with its mask"
-        self.counts.update(tokens=done.num_tokens, loss_tokens=done.num_loss_tokens, turns=len(done.turns), truncated=int(done.truncated))
+        self.counts.update(tokens=done.num_tokens, loss_tokens=done.num_loss_tokens, turns=len(done.turns),
+                           truncated=int(done.truncated))
         messages = read_messages(row)
         for turn in done.turns:
             message = messages[turn.message] if turn.message >= 0 else dict(content='')
@@ -115,10 +120,12 @@ def check_masks(
             for i in range(start, min(start + 256, len(rows))):
                 try: good.append((i, rows[i]))
                 except ValueError as e: tally.reject(rows.place(i), 'not valid JSON' if 'JSON' in str(e) else str(e))
-            for (i,row),done in zip(good, tokenize_conversations([row for _,row in good], tokenizer, template, **options)):
+            results = tokenize_conversations([row for _,row in good], tokenizer, template, **options)
+            for (i,row),done in zip(good, results):
                 if isinstance(done, Reject): tally.reject(f"{rows.place(i)} (id {done.id})", done.reason)
                 else: tally.add(f"{rows.paths[rows.locate(i)[0]].name} row {i} (id {done.id})", row, done)
             progress.update(min(256, len(rows) - start))
-    counts = {f'num_{k}': tally.counts[k] for k in ('tokens', 'loss_tokens', 'turns', 'truncated', 'empty', 'shortened', 'wrong')}
-    return MaskReport(num_rows=len(rows), **counts, reasons=dict(tally.reasons.most_common()), wrong=tuple(tally.wrong),
+    kinds = ('tokens', 'loss_tokens', 'turns', 'truncated', 'empty', 'shortened', 'wrong')
+    return MaskReport(num_rows=len(rows), **{f'num_{k}': tally.counts[k] for k in kinds},
+                      reasons=dict(tally.reasons.most_common()), wrong=tuple(tally.wrong),
                       rejected=tuple(tally.rejected), thinnest=tuple(tally.thinnest))

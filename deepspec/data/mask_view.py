@@ -53,8 +53,9 @@ class MaskView:
 
     def caption(self)->str:
         "One line of figures"
-        cut = ', cut at max_length' if self.done.truncated else ''
-        return f"row {self.done.id}: {self.done.num_tokens} tokens, {self.done.num_loss_tokens} supervised in {len(self.done.turns)} turns{cut}"
+        done,cut = self.done,', cut at max_length' if self.done.truncated else ''
+        return (f"row {done.id}: {done.num_tokens} tokens, {done.num_loss_tokens} supervised "
+                f"in {len(done.turns)} turns{cut}")
 
     def _repr_html_(self)->str:
         spans = []
@@ -62,18 +63,22 @@ class MaskView:
             on = bool(self.done.loss_mask[g.start])
             ids = ' '.join(str(t) for t in self.done.input_ids[g.start:g.stop])
             text = html.escape(_visible(g.text)).replace('\n', '<br>') or '∅'
-            spans.append(f'<span style="background:{(SUPERVISED if on else MASKED)[n%2]}" title="token {g.start}, id {ids}, '
-                         f'{"supervised" if on else "not supervised"}">{text}</span>')
-        legend = f'<span style="background:{SUPERVISED[1]}">{LEGEND}</span> <span style="background:{MASKED[1]}">not supervised</span>'
+            title = f'token {g.start}, id {ids}, {"supervised" if on else "not supervised"}'
+            colour = (SUPERVISED if on else MASKED)[n%2]
+            spans.append(f'<span style="background:{colour}" title="{title}">{text}</span>')
+        legend = ' '.join(f'<span style="background:{colours[1]}">{meaning}</span>'
+                          for colours,meaning in ((SUPERVISED, LEGEND), (MASKED, 'not supervised')))
         cut = ' <span style="color:#c33">✂ cut here</span>' if self.done.truncated else ''
-        return (f'<div style="font-family:monospace;line-height:1.6;overflow-wrap:anywhere"><div>{html.escape(self.caption())}<br>{legend}</div>'
+        return (f'<div style="font-family:monospace;line-height:1.6;overflow-wrap:anywhere">'
+                f'<div>{html.escape(self.caption())}<br>{legend}</div>'
                 f'<div style="margin-top:.5em">{"".join(spans)}{cut}</div></div>')
 
     def __str__(self)->str:
         parts = [self.caption(), '\n', ANSI[0][0], LEGEND, '\x1b[0m ', ANSI[1][0], 'not supervised', '\x1b[0m\n']
         for n,g in enumerate(token_groups(self.backend, self.done.input_ids)):
             paint = ANSI[0 if self.done.loss_mask[g.start] else 1][n%2]
-            parts.append('\n'.join(f'{paint}{part}\x1b[0m' if part else '' for part in (_visible(g.text) or '∅').split('\n')))
+            lines = (_visible(g.text) or '∅').split('\n')
+            parts.append('\n'.join(f'{paint}{line}\x1b[0m' if line else '' for line in lines))
         return ''.join(parts) + (' \x1b[31m✂ cut here\x1b[0m' if self.done.truncated else '')
 
 # %% ../../nbs/12b_mask_view.ipynb #c013
@@ -99,6 +104,7 @@ def show_row(
 )->MaskView: # HTML in a notebook, colours in a terminal
     "One row of a file with its supervised tokens coloured; `ValueError` if there is no such row or it cannot be used"
     rows = JsonLineDataset(path)
-    if not -len(rows) <= row < len(rows): raise ValueError(f"{path}: row {row} of {len(rows)}; choose one from 0 to {len(rows) - 1}")
+    if not -len(rows) <= row < len(rows):
+        raise ValueError(f"{path}: row {row} of {len(rows)}; choose one from 0 to {len(rows) - 1}")
     try: return show_conversation(rows[row], tokenizer, template, **options)
     except ValueError as e: raise ValueError(f"{rows.place(row)}: {e}") from None

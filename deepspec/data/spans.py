@@ -33,7 +33,7 @@ class TurnSpan(NamedTuple):
     message:int # Index of the message
     start:int # First character
     content_stop:int # Behind the last character of the content
-    stop:int # Behind the end-of-turn token; `content_stop` where the template puts another token there than the target emits
+    stop:int # Behind the end-of-turn token; `content_stop` where the template's is not the one that the target emits
 
 @dataclass(frozen=True)
 class Slot:
@@ -58,7 +58,7 @@ def _mark(i:int)->str:
     return f"\ue000{i}\ue001"
 
 def _strip(how:str, text:str)->str:
-    "`text` after stripping; the letters say what goes on the left and on the right: `k` nothing, `n` newlines, `a` all white space"
+    "`text` stripped; the letters say what goes left and right: `k` nothing, `n` newlines, `a` all white space"
     if how == 'kk': return text
     if how == 'aa': return text.strip()
     left,right = how
@@ -76,7 +76,8 @@ def _kept_pads(literals:list, padded:list)->list|None:
     num,hows = len(literals) - 1,['kk']*(len(literals) - 1)
     choices = 'kna'
     for i,(plain,wide) in enumerate(zip(literals, padded)):
-        rights,lefts = (choices if i else ' '),(choices if i < num else ' ') # nothing before the first slot, nothing behind the last
+        # nothing before the first slot, nothing behind the last
+        rights,lefts = (choices if i else ' '),(choices if i < num else ' ')
         found = [(r, l) for r in rights for l in lefts if _pad('right', r) + plain + _pad('left', l) == wide]
         if not found: return None
         right,left = found[0]
@@ -98,50 +99,54 @@ class Renderer:
     ):
         self.tokenizer,self.jinja = tokenizer,jinja
         self.has_generation_tags = bool(re.search(r'\{%-?\s*generation\s*-?%\}', jinja))
-        specials = {t.content for t in tokenizer.added_tokens_decoder.values() if t.special} | {tokenizer.eos_token or ''}
-        self.special_ids = {i for i,t in tokenizer.added_tokens_decoder.items() if t.special}
-        self.specials = sorted(specials - {''}, key=len, reverse=True)
-        self.special_tail = re.compile(r'\s*(?:' + '|'.join(map(re.escape, self.specials)) + ')') if self.specials else None
+        special = {i: t.content for i,t in tokenizer.added_tokens_decoder.items() if t.special}
+        self.special_ids = set(special)
+        longest_first = sorted({*special.values(), tokenizer.eos_token or ''} - {''}, key=len, reverse=True)
+        self.special_tail = re.compile(r'\s*(?:' + ('|'.join(map(re.escape, longest_first)) or '(?!)') + ')')
         self.shapes = {}
         self.closing = self._learn_closing()
 
-    def render(self, messages:list, **kwargs)->str: return render_chats([messages], self.tokenizer, self.jinja, **kwargs)[0]
     def render_many(self, chats:list, **kwargs)->list: return render_chats(chats, self.tokenizer, self.jinja, **kwargs)
+    def render(self, messages:list, **kwargs)->str: return self.render_many([messages], **kwargs)[0]
 
     def generation_spans(self, messages:list, tools:list|None=None)->tuple[str, list]:
         "Text and the character spans between the template's own generation tags"
-        (text,),(spans,) = render_jinja_template([messages], tools=tools, chat_template=self.jinja, return_assistant_tokens_mask=True,
-                                                 enable_thinking=False, **self.tokenizer.special_tokens_map)
+        (text,),(spans,) = render_jinja_template(
+            [messages], tools=tools, chat_template=self.jinja, return_assistant_tokens_mask=True,
+            enable_thinking=False, **self.tokenizer.special_tokens_map)
         return text, [tuple(s) for s in spans]
 
     def end_token(self, text:str)->str:
         "The special token that `text` starts with, with white space before it; empty if there is none"
-        m = self.special_tail and self.special_tail.match(text)
-        return m[0] if m else ''
+        return m[0] if (m := self.special_tail.match(text)) else ''
 
     def _learn_closing(self)->tuple[str, str]:
         "What the target emits at the end of an answer, and everything that the template writes there"
         messages = [dict(role='user', content=_mark(0)), dict(role='assistant', content=_mark(1))]
         try: text = self.render(messages)
-        except Exception as e: raise ValueError(f"chat template cannot render a user turn with an answer ({e}); choose a registered template") from None
+        except Exception as e:
+            raise ValueError(f"chat template cannot render a user turn with an answer ({e}); choose a registered "
+                             "template") from None
         literals,marks = _split_marks(text)
         if marks.count(1) != 1 or marks[-1] != 1:
-            raise ValueError(f"chat template shows an answer {marks.count(1)} times, expected once; choose a registered template")
+            raise ValueError(f"chat template shows an answer {marks.count(1)} times, expected once; choose a "
+                             "registered template")
         end = self.end_token(literals[-1])
         if self.has_generation_tags:
             spans = self.generation_spans(messages)[1]
             place = text.index(_mark(1))
             if len(spans) != 1 or not spans[0][0] <= place < spans[0][1]:
-                raise ValueError("the template's generation tags do not hold the answer; mend the template or choose a registered one")
+                raise ValueError("the template's generation tags do not hold the answer; mend the template or choose "
+                                 "a registered one")
             end = text[place + len(_mark(1)):spans[0][1]]
         elif not end:
-            raise ValueError(f"chat template closes an answer with {literals[-1][:20]!r}, which is no special token, so the end of a turn "
-                             "cannot be told from its words; choose a registered template or mend the tokenizer's special tokens")
+            raise ValueError(f"chat template closes an answer with {literals[-1][:20]!r}, which is no special token, "
+                             "so the end of a turn cannot be told from its words; choose a registered template")
         return end, literals[-1]
 
 # %% ../../nbs/11b_spans.ipynb #c023
 def _lead(renderer:Renderer, messages:list, i:int, text:str, place:int, tools:list|None=None)->int:
-    "White space that the target emits before the content of message `i`, which starts at `place` of `text`; 0 if the prompt is no prefix"
+    "White space that the target emits before the content at `place`; 0 if the prompt is no prefix of `text`"
     for thinking in (False, True):
         prompt = _prompt(renderer, messages[:i], thinking, tools)
         if prompt is not None and len(prompt) <= place and text.startswith(prompt):
@@ -224,7 +229,7 @@ def _span_by_marker(renderer:Renderer, messages:list, i:int, text:str, tools:lis
     return TurnSpan(i, start, stop, stop + _tail(renderer, behind, messages[i]['role']))
 
 def _span_by_prompt(renderer:Renderer, messages:list, i:int, text:str, tools:list|None)->TurnSpan|None:
-    "Span of message `i` between its prompt and the end of the rendering that stops with it; None if they are no prefixes of `text`"
+    "Span from the prompt of message `i` to the end of the rendering that stops with it; None if `text` differs"
     upto = renderer.render(messages[:i+1], tools=tools)
     end,closing = renderer.closing
     if not upto.endswith(closing): return None
@@ -243,13 +248,17 @@ def spans_by_asking(
     tools:list|None=None, # JSON schemas of the row's tools
 )->list: # One `TurnSpan` a turn of these roles
     "Places of turns, at the price of a few renderings a turn; `ValueError` for a turn that cannot be placed safely"
-    if any('\ue000' in str(m.get('content')) for m in messages): raise ValueError("content holds the private-use character U+E000")
+    if any('\ue000' in str(m.get('content')) for m in messages):
+        raise ValueError("content holds the private-use character U+E000")
     if renderer.has_generation_tags and roles == ('assistant',): return _spans_by_tags(renderer, messages, text, tools)
     spans = []
     for i,message in enumerate(messages):
         if message['role'] not in roles: continue
-        span = _span_by_marker(renderer, messages, i, text, tools) or _span_by_prompt(renderer, messages, i, text, tools)
-        if span is None: raise ValueError(f"message {i}: the template's text for this turn depends on its content in a way that cannot be followed")
+        where = (renderer, messages, i, text, tools)
+        span = _span_by_marker(*where) or _span_by_prompt(*where)
+        if span is None:
+            raise ValueError(f"message {i}: the template's text for this turn depends on its content in a way that "
+                             "cannot be followed")
         if span.start >= span.content_stop: raise ValueError(f"message {i}: the template leaves nothing of this turn")
         spans.append(span)
     return spans
@@ -258,9 +267,10 @@ def _spans_by_tags(renderer:Renderer, messages:list, text:str, tools:list|None)-
     "Spans between the template's generation tags"
     answers = [i for i,m in enumerate(messages) if m['role'] == 'assistant']
     again,spans = renderer.generation_spans(messages, tools)
-    if again != text or len(spans) != len(answers): raise ValueError(f"{len(spans)} pairs of generation tags for {len(answers)} answers")
+    if again != text or len(spans) != len(answers):
+        raise ValueError(f"{len(spans)} pairs of generation tags for {len(answers)} answers")
     end = renderer.closing[0]
-    return [TurnSpan(i, a, b - (len(end) if end and text[a:b].endswith(end) else 0), b) for i,(a,b) in zip(answers, spans)]
+    return [TurnSpan(i, a, a + len(text[a:b].removesuffix(end)), b) for i,(a,b) in zip(answers, spans)]
 
 # %% ../../nbs/11b_spans.ipynb #c036
 def find_spans(

@@ -55,10 +55,10 @@ def load_recorded(
     "Recorded cycles of one draft; `ValueError` on an unknown draft, or cycles that a threshold had already cut"
     path = Path(path)
     if not path.is_file(): raise ValueError(f"{path}: no such file; run an evaluation, which writes it")
-    config = read_json(path.parent/'run.json')['config']['decode'] if (path.parent/'run.json').exists() else {}
-    if config.get('confidence_threshold'):
-        raise ValueError(f"{path}: recorded at confidence_threshold {config['confidence_threshold']}, "
-                         "so unlikely slots are missing; evaluate again at 0")
+    config = read_json(path.parent/'run.json')['config'] if (path.parent/'run.json').exists() else {}
+    if config.get('policy') or config.get('decode', {}).get('confidence_threshold'):
+        raise ValueError(f"{path}: recorded under a confidence threshold or a policy, so unlikely slots are missing; "
+                         "evaluate again without them")
     with open(path, encoding='utf-8') as f: rows = [json.loads(line) for line in f]
     names = sorted({r['draft'] for r in rows})
     if draft not in names:

@@ -44,19 +44,19 @@ def _fits(target, ids, config)->bool:
     limit = getattr(target.config, 'max_position_embeddings', None)
     return limit is None or len(ids) + config.max_new_tokens <= limit
 
-def _decode_turn(target, drafts, asked, config, place):
+def _decode_turn(target, drafts, asked, config, policy, place):
     "Answers of one turn of a batch by plain decoding and by every draft; `asked` holds (set, id, turn, prompt ids)"
     answers,prompts = [],[list(ids) for *_,ids in asked]
     for name,draft in {PLAIN: None, **drafts}.items():
         if draft is None: decoded = generate(target, prompts, config)
-        else: decoded = speculative_generate(target, draft, prompts, config)
+        else: decoded = speculative_generate(target, draft, prompts, config, policy)
         wall_s,model_s = (s/len(prompts) for s in (decoded.wall_s, decoded.target_s + decoded.draft_s))
         answers += [Answer(set_name=s, id=i, turn=turn, draft=name, prompt_ids=tuple(ids), generation=g, wall_s=wall_s,
                            model_s=model_s, place=(place, row))
                     for row,((s, i, turn, ids), g) in enumerate(zip(asked, decoded.generations))]
     return answers
 
-def _decode_batch(target, drafts, rows, config, template, multi_turn, place):
+def _decode_batch(target, drafts, rows, config, policy, template, multi_turn, place):
     "Answers and refusals of a batch of (set, row), turn by turn"
     talks = {row['id']: [] for _,row in rows}
     answers,refused = [],[]
@@ -73,7 +73,7 @@ def _decode_batch(target, drafts, rows, config, template, multi_turn, place):
                 refused.append(dict(set=set_name, id=row['id'], turn=turn, reason=reason))
                 del talks[row['id']]
         if not asked: break
-        found = _decode_turn(target, drafts, asked, config, place)
+        found = _decode_turn(target, drafts, asked, config, policy, place)
         answers += found
         for a in found:
             if a.draft == PLAIN:
@@ -228,16 +228,16 @@ def _warm_up(target, drafts, batch, config, template):
     "Decode a few tokens once, so that the first measured prompt does not pay for lazy initialisation"
     ids = encode_prompts([[dict(role='user', content=batch[0][1]['turns'][0])]], target.tokenizer, template)
     short = replace(config, max_new_tokens=min(config.max_new_tokens, 8))
-    if _fits(target, ids[0], short): _decode_turn(target, drafts, [('warm-up', '', 0, ids[0])], short, 0)
+    if _fits(target, ids[0], short): _decode_turn(target, drafts, [('warm-up', '', 0, ids[0])], short, None, 0)
 
-def _decode_all(target, drafts, batches, config, template, multi_turn, rank, world):
+def _decode_all(target, drafts, batches, config, policy, template, multi_turn, rank, world):
     "Answers and refusals of every batch, gathered from all ranks, in the order of the prompts"
     answers,refused = [],[]
     _warm_up(target, drafts, batches[0], config, template)
     with Progress(len(batches[rank::world]), 'evaluate', 'batches') as progress:
         for i in range(rank, len(batches), world):
             seeded = replace(config, seed=config.seed + i) # of the batch, so that ranks change nothing
-            found,no = _decode_batch(target, drafts, batches[i], seeded, template, multi_turn, i)
+            found,no = _decode_batch(target, drafts, batches[i], seeded, policy, template, multi_turn, i)
             answers,refused = answers + found, refused + no
             progress.update()
     return sorted(_gather(answers, world), key=lambda a: (a.place, a.turn)), _gather(refused, world)
@@ -252,6 +252,7 @@ def evaluate_drafts(
     num_prompts:int|None=None, # Prompts of each set; None for all
     multi_turn:bool=False, # Ask later user turns too, on top of the plain answers
     template:str|None=None, # Chat template; None to find the target's own
+    policy=None, # Chooses the tokens to verify, as for `speculative_generate`
 )->dict: # The content of `results.json`
     "Measure drafts side by side, write the result files; all ranks return the same. `ValueError` on unfit input"
     out_dir = Path(out_dir)
@@ -261,22 +262,22 @@ def evaluate_drafts(
     resolved = resolve_template(target.tokenizer, template)
     with evaluation_ranks() as (rank, world):
         batches = _batches(sets, batch_size)
-        answers,refused = _decode_all(target, drafts, batches, config, resolved, multi_turn, rank, world)
+        answers,refused = _decode_all(target, drafts, batches, config, policy, resolved, multi_turn, rank, world)
         if not answers:
             raise ValueError(f"every prompt was refused, the first with {refused[0]['reason']}; lower max_new_tokens")
-        results = _results(target, drafts, answers, refused, config, resolved, batch_size, multi_turn, world)
+        options = dict(batch_size=batch_size, multi_turn=multi_turn, world_size=world, policy=policy and repr(policy))
+        results = _results(target, drafts, answers, refused, config, resolved, options)
         if rank == 0:
             with folder_lock(out_dir): _write(out_dir, target, results, answers)
         if world > 1: dist.barrier()
     return results
 
 # %% ../../nbs/41_evaluate.ipynb #c022
-def _results(target, drafts, answers, refused, config, template, batch_size, multi_turn, world)->dict:
+def _results(target, drafts, answers, refused, config, template, options)->dict:
     "Everything that `results.json` says"
     names = list(dict.fromkeys(a.set_name for a in answers))
-    run = run_record(decode=asdict(config), batch_size=batch_size, multi_turn=multi_turn, world_size=world,
-                     drafts=list(drafts), threads=torch.get_num_threads(), device=str(target.device),
-                     dtype=str(target.dtype).removeprefix('torch.'))
+    run = run_record(decode=asdict(config), drafts=list(drafts), threads=torch.get_num_threads(), **options,
+                     device=str(target.device), dtype=str(target.dtype).removeprefix('torch.'))
     return dict(target=target.name, template=dict(name=template.name, sha256=template.sha256), definitions=DEFINITIONS,
                 sets={n: _summary(target, [a for a in answers if a.set_name == n], drafts, config) for n in names},
                 total=_summary(target, answers, drafts, config), refused=refused, run=run)

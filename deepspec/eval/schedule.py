@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SpsTable', 'profile_sps', 'FixedLength', 'StaticThreshold', 'best_budget', 'admit', 'EarlyStop', 'DelayedBudget',
-           'simulate', 'default_policies', 'schedule_report', 'load_table']
+           'Scheduled', 'simulate', 'default_policies', 'schedule_report', 'load_table']
 
 # %% ../../nbs/43_schedule.ipynb #c003
 import json, os, time
@@ -130,6 +130,14 @@ class DelayedBudget:
         return admit(survival_RK, min(budget, room))
 
 # %% ../../nbs/43_schedule.ipynb #c025
+@dataclass(frozen=True)
+class Scheduled:
+    "A policy on a measured engine, as `speculative_generate` takes it"
+    policy:object # Maps survival chances and a table to lengths
+    table:SpsTable # Measured speeds
+    def __call__(self, survival_RK)->list: return self.policy(survival_RK, self.table)
+
+# %% ../../nbs/43_schedule.ipynb #c028
 def _replay(recorded, survival_NK, rng):
     "Endless (survival, accepted) of random answers, each in its recorded order"
     answers = np.split(np.arange(len(survival_NK)), np.flatnonzero(np.diff(recorded.answer_N)) + 1)
@@ -163,7 +171,7 @@ def simulate(
                 verified_per_request=verified/cycles,
                 verify_rate=committed/(verified + cycles))
 
-# %% ../../nbs/43_schedule.ipynb #c030
+# %% ../../nbs/43_schedule.ipynb #c033
 def default_policies(
     block_size:int, # Tokens the draft proposes
 )->dict: # Name: function that makes a fresh policy

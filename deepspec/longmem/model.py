@@ -284,15 +284,17 @@ class QwenTitansForBABILong(StreamingGeneration, nn.Module):
         learns = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
         run = self.run_chunk
         if learns and self.checkpointing: run = partial(checkpoint, run, use_reentrant=False)
+        wanted = [bool((t != -100).any()) for t in targets.split(self.chunk_size, 1)]
         states,hidden,tie = states or (None,)*len(self.layers),[],0.
         chunks = list(zip(*(t.split(self.chunk_size, 1) for t in (input_ids, mask, targets))))
         for i,(ids,chunk_mask,chunk_targets) in enumerate(chunks):
             if self.bptt_chunks and i and (len(chunks) - i) % self.bptt_chunks == 0:
                 states = tuple(s and s.detach() for s in states)
             x,states = run(ids, chunk_mask, states, memory)
-            hidden.append(x[chunk_targets != -100])
+            # what nothing is learnt from is dropped, or its graph would keep every recomputed activation alive
+            if wanted[i]: hidden.append(x[chunk_targets != -100])
             if learns and (self.uniform_graph or i == len(chunks) - 1): tie = tie + 0*x[:, -1].float().sum()
-        logits_NV = self.lm_head(self.norm(torch.cat(hidden))).float()
+        logits_NV = self.lm_head(self.norm(torch.cat(hidden or [x[:, 0][:0]]))).float()
         rows_N,targets_N = labelled(targets, self.chunk_size)
         if learns: tie = tie + sum(0*t.sum() for state in states if state for t in state if t is not None)
         loss_sum = F.cross_entropy(logits_NV, targets_N, reduction='sum') + tie
