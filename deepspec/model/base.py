@@ -59,6 +59,10 @@ class DraftModel(nn.Module):
                                  "the draft was configured for another target")
             mine.weight.data.copy_(theirs.weight.data)
 
+    def warm_start(self, target:Target):
+        "Start from the target's own weights; `ValueError` for a kind that cannot"
+        raise ValueError(f"{self.kind} drafts have no warm start; set warm_start=false")
+
     def cap(self, logits:torch.Tensor)->torch.Tensor: # Same shape
         "The target's soft cap on logits, where it has one"
         return logits if self.softcap is None else torch.tanh(logits/self.softcap)*self.softcap

@@ -141,6 +141,21 @@ class DSparkModel(DraftModel):
         super().init_weights(seed)
         if self.markov_head is not None: nn.init.zeros_(self.markov_head.markov_w2.weight)
 
+    @torch.no_grad()
+    def warm_start(self, target:Target):
+        "Start from what the target knows: its last layers, its last captured layer as context, its embedding's main directions as W1"
+        for mine,theirs in zip(self.layers, target.backbone.layers[-len(self.layers):]):
+            own = mine.state_dict()
+            mine.load_state_dict({k: v for k,v in theirs.state_dict().items() if k in own and own[k].shape == v.shape}, strict=False)
+        H = self.config.hidden_size
+        self.fc.weight.zero_()[:, -H:].fill_diagonal_(.1) # hidden_norm takes the scale out again; a small one learns faster
+        if self.markov_head is not None:
+            embed = target.backbone.embed_tokens.weight.float()
+            embed = embed - embed.mean(0)
+            directions = torch.linalg.eigh(embed.T @ embed)[1][:, -self.config.markov_rank:]
+            w1 = embed @ directions
+            self.markov_head.markov_w1.weight[:, :w1.shape[1]] = w1/w1.std(0)
+
     def context(self, hidden_states_TLH:torch.Tensor)->torch.Tensor: # [T, H]
         "One vector a source position, from the target's captured layers"
         return self.hidden_norm(self.fc(hidden_states_TLH.to(self.dtype)))
@@ -195,7 +210,7 @@ def seen_context(
     positions = torch.tensor([i for n in last.values() for i in range(n)], dtype=torch.long)
     return rows, positions, [starts[r] for r in blocks.rows_N.tolist()]
 
-# %% ../../nbs/25_dspark.ipynb #c023
+# %% ../../nbs/25_dspark.ipynb #c025
 class DSparkProposer:
     "Context cache of a batch of requests, and proposals from it"
     def __init__(self, draft:DSparkModel, batch_size:int):
@@ -265,7 +280,7 @@ class DSparkProposer:
         return Proposal(tokens_BK=torch.stack(tokens, 1), probs_BKV=None if probs[0] is None else torch.stack(probs, 1),
                         confidence_logits_BK=draft_confidence(draft, h_BKH, torch.stack(before, 1)))
 
-# %% ../../nbs/25_dspark.ipynb #c024
+# %% ../../nbs/25_dspark.ipynb #c026
 def draft_confidence(
     draft:DSparkModel, # With or without a confidence head
     h_NKH:torch.Tensor, # Final hidden states

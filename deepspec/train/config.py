@@ -24,6 +24,7 @@ class TrainConfig:
     micro_batch_size:int=1 # Samples in memory at once on a rank
     max_length:int=4096 # Tokens a sample; longer ones are cut
     seed:int=42 # Of weights, data order and anchors
+    warm_start:bool=False # Start a DSpark draft from the target's own weights where they fit
     dtype:str='bf16' # bf16, fp32, or auto: bf16 where the hardware multiplies it fast
     parallel:str='ddp' # ddp or fsdp, where there are several ranks
     gradient_checkpointing:bool=False # Recompute layers in backward to save memory

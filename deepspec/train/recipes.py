@@ -88,19 +88,20 @@ def eagle3_gemma4_12b()->Recipe:
     return _public('eagle3_gemma4_12b', 'gemma4_12b', _eagle3('gemma4_12b'), None)
 
 # %% ../../nbs/34_recipes.ipynb #c010
-LAPTOP = TrainConfig(max_steps=300, global_batch_size=8, micro_batch_size=8, max_length=512, dtype='auto', save_steps=100)
+LAPTOP = TrainConfig(max_steps=300, global_batch_size=8, micro_batch_size=8, max_length=512, dtype='auto', save_steps=100, warm_start=True)
 
 def dspark_smollm2_135m()->Recipe:
     "DSpark for SmolLM2-135M, sized for a few minutes on two cores"
     draft = _dspark('smollm2_135m', num_hidden_layers=2, num_anchors=24, markov_rank=64)
-    return Recipe(name='dspark_smollm2_135m', target='smollm2_135m', draft=draft, loss=DSparkLoss(), optim=OptimConfig(lr=1e-3), training=LAPTOP)
+    return Recipe(name='dspark_smollm2_135m', target='smollm2_135m', draft=draft, loss=DSparkLoss(ce_loss_alpha=1.), optim=OptimConfig(lr=2e-3),
+                  training=LAPTOP)
 def dflash_smollm2_135m()->Recipe:
     "DFlash for SmolLM2-135M, sized for a few minutes on two cores"
     return without_heads(dspark_smollm2_135m(), 'dflash_smollm2_135m')
 
 def eagle3_smollm2_135m()->Recipe:
     "Eagle3 for SmolLM2-135M; every token is trained at every step, so the batch is smaller"
-    training = replace(LAPTOP, global_batch_size=2, micro_batch_size=2)
+    training = replace(LAPTOP, global_batch_size=2, micro_batch_size=2, warm_start=False)
     return Recipe(name='eagle3_smollm2_135m', target='smollm2_135m', draft=_eagle3('smollm2_135m', ttt_length=4), loss=None,
                   optim=OptimConfig(lr=1e-3), training=training)
 

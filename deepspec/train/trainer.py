@@ -262,7 +262,9 @@ class Trainer:
         self.recipe,self.target,self.out_dir,self.ranks,self.evaluate,self.online = recipe,target,Path(out_dir),ranks,evaluate,online
         self.num_samples,self.stream = len(dataset),SampleStream(dataset, t.seed)
         self.total = t.max_steps or num_steps(len(dataset), t.epochs, t.global_batch_size)
-        self.module = prepare_module(draft_from_target(target, recipe.draft, t.seed), recipe, ranks)
+        draft = draft_from_target(target, recipe.draft, t.seed)
+        if t.warm_start: draft.warm_start(target)
+        self.module = prepare_module(draft, recipe, ranks)
         self.optimizer,self.step,self.saved = MasterAdamW(self.module.draft, recipe.optim, self.total),0,None
         if resume_from is not None: self._restore(resume_from)
 
