@@ -55,6 +55,7 @@ class ServerPool:
         self.waiters,self.tasks,self.rng = deque(),set(),random.Random(seed)
         self.last_up = time.monotonic()
         self.model = next((s.server.model for s in states if s.up), None)
+        self.failure = None
 
     def _pick(self, prefer, avoid):
         "The best server with room, None if there is none"
@@ -68,6 +69,7 @@ class ServerPool:
     )->ServerState: # With a place taken
         "A place at a server; waits until there is one"
         while (state := self._pick(prefer, avoid)) is None:
+            if self.failure: raise self.failure # nobody would ever wake us
             turn = asyncio.get_running_loop().create_future()
             self.waiters.append(turn)
             try: await turn
@@ -83,6 +85,13 @@ class ServerPool:
         "Give the place back"
         state.in_flight -= 1
         self._wake()
+
+    def task_ended(self, task:asyncio.Task):
+        "Forget a probing task; one that broke must not leave callers waiting for ever"
+        self.tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self.failure = task.exception()
+            self._wake(len(self.waiters))
 
     def _wake(self, num=1):
         "Let waiting callers look again"
@@ -151,7 +160,7 @@ def report_trouble(
     wait = min(trouble.retry_after_s, 300) if trouble.retry_after_s is not None else None
     task = asyncio.create_task(_probe_until_well(pool, state) if wait is None else _rest(pool, state, wait))
     pool.tasks.add(task) # the loop itself keeps only a weak reference
-    task.add_done_callback(pool.tasks.discard)
+    task.add_done_callback(pool.task_ended)
 
 def close_pool(
     pool:ServerPool, # The pool
