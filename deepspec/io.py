@@ -71,7 +71,8 @@ def read_json(
     "Parse a JSON file; `ValueError` names the path and the place of the damage"
     try: return json.loads(Path(path).read_text(encoding='utf-8'))
     except FileNotFoundError: raise ValueError(f"{path}: no such file; {remedy}") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as e: raise ValueError(f"{path}: not valid JSON ({e}); {remedy}") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as e:
+        raise ValueError(f"{path}: not valid JSON ({e}); {remedy}") from None
 
 # %% ../nbs/00_io.ipynb #c016
 def checksum_bytes(
@@ -102,7 +103,8 @@ def _claim(path:Path)->bool:
     "Create the lock file; False if somebody else was first"
     try: fd = os.open(path, os.O_CREAT|os.O_EXCL|os.O_WRONLY)
     except FileExistsError: return False
-    with open(fd, 'w') as f: json.dump(dict(host=socket.gethostname(), pid=os.getpid(), since=time.strftime('%F %T')), f)
+    with open(fd, 'w') as f:
+        json.dump(dict(host=socket.gethostname(), pid=os.getpid(), since=time.strftime('%F %T')), f)
     return True
 
 @contextmanager
@@ -118,10 +120,13 @@ def folder_lock(
         except ValueError: owner = dict(host=socket.gethostname(), pid=0, since='an interrupted start')
         here = owner['host'] == socket.gethostname()
         if not here or (owner['pid'] and _alive(owner['pid'])):
-            hint = 'wait for it or stop it' if here else f'if no process {owner["pid"]} runs on {owner["host"]}, delete this file'
-            raise ValueError(f"{path}: held by process {owner['pid']} on {owner['host']} since {owner['since']}; {hint}")
+            gone = f'if no process {owner["pid"]} runs on {owner["host"]}, delete this file'
+            hint = 'wait for it or stop it' if here else gone
+            raise ValueError(f"{path}: held by process {owner['pid']} on {owner['host']} since {owner['since']}; "
+                             f"{hint}")
         path.unlink(missing_ok=True) # its process is gone: a kill leaves the file behind
-        if not _claim(path): raise ValueError(f"{path}: another process took over the stale lock first; wait for it or stop it")
+        if not _claim(path):
+            raise ValueError(f"{path}: another process took over the stale lock first; wait for it or stop it")
     try: yield path
     finally: path.unlink(missing_ok=True)
 
@@ -145,7 +150,8 @@ def check_free_space(
     while not probe.exists(): probe = probe.parent
     free = shutil.disk_usage(probe).free
     if free < need_nbytes:
-        raise ValueError(f"{folder}: needs {human_nbytes(need_nbytes)}, the disk has {human_nbytes(free)} free; {remedy}")
+        raise ValueError(f"{folder}: needs {human_nbytes(need_nbytes)}, the disk has {human_nbytes(free)} free; "
+                         f"{remedy}")
     return free
 
 # %% ../nbs/00_io.ipynb #c027
@@ -153,7 +159,8 @@ def _git_sha()->str|None:
     "Commit of the source tree this package is imported from, None outside a checkout"
     try:
         here = Path(__file__).parent if '__file__' in globals() else Path.cwd()
-        return subprocess.run(['git', 'rev-parse', 'HEAD'], cwd=here, capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(['git', 'rev-parse', 'HEAD'], cwd=here, capture_output=True, text=True,
+                              check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError): return None
 
 def _version(package:str)->str|None:
@@ -173,7 +180,8 @@ def run_record(
     "Configuration, package versions, commit, machine and time of a run"
     packages = ('deepspec', 'torch', 'transformers', 'tokenizers', 'datasets', 'numpy', 'xllamacpp', 'sglang', 'vllm')
     return dict(config=config, versions={p: v for p in packages if (v := _version(p))}, git_sha=_git_sha(),
-                python=platform.python_version(), host=dict(cpu=cpu_name(), cores=os.cpu_count(), system=platform.system()),
+                python=platform.python_version(),
+                host=dict(cpu=cpu_name(), cores=os.cpu_count(), system=platform.system()),
                 created_at=time.strftime('%FT%TZ', time.gmtime()))
 
 # %% ../nbs/00_io.ipynb #c030
@@ -189,7 +197,8 @@ class Progress:
         self.desc,self.unit,self.total,self.every_s = desc,unit,total,every_s
         self.n,self.started,self.said,self.notes = 0,time.monotonic(),time.monotonic(),{}
         watched = os.isatty(2) or _in_notebook()
-        self.bar = tqdm(total=total, desc=desc, unit=f' {unit}', mininterval=.5, dynamic_ncols=True) if watched else None
+        self.bar = tqdm(total=total, desc=desc, unit=f' {unit}', mininterval=.5,
+                        dynamic_ncols=True) if watched else None
 
     def update(self,
         n:int=1, # Units done since the last call
@@ -209,7 +218,8 @@ class Progress:
         rate = self.n/max(self.said - self.started, 1e-9)
         left = f", {(self.total - self.n)/rate:.0f} s left" if self.total and rate else ''
         notes = ''.join(f", {k} {v}" for k,v in self.notes.items())
-        print(f"{self.desc}: {self.n}/{self.total or '?'} {self.unit}, {rate:.1f} {self.unit}/s{notes}{left}", file=sys.stderr, flush=True)
+        print(f"{self.desc}: {self.n}/{self.total or '?'} {self.unit}, {rate:.1f} {self.unit}/s{notes}{left}",
+              file=sys.stderr, flush=True)
 
     def __enter__(self): return self
     def __exit__(self, *exc):

@@ -24,12 +24,14 @@ def prompts(
     seed: Annotated[int, typer.Option(help='Of the split')] = 42,
     sample_size: Annotated[int | None, typer.Option(help='Rows to take; all by default')] = None,
     strict: Annotated[bool, typer.Option('--strict', help='Stop at the first bad row')] = False,
-    skip_existing: Annotated[bool, typer.Option('--skip-existing', help='Keep complete outputs of the same settings')] = False,
+    skip_existing: Annotated[bool, typer.Option('--skip-existing',
+                                                help='Keep complete outputs of the same settings')] = False,
     as_json: Annotated[bool, AS_JSON] = False,
 ):
     "Validate, deduplicate and split conversations"
     from deepspec.data.prompts import split_prompts
-    show(split_prompts(source, out, test_size=test_size, seed=seed, sample_size=sample_size, strict=strict, skip_existing=skip_existing), as_json)
+    show(split_prompts(source, out, test_size=test_size, seed=seed, sample_size=sample_size, strict=strict,
+                       skip_existing=skip_existing), as_json)
 
 # %% ../../nbs/64_cli_data.ipynb #c007
 def serve(
@@ -39,7 +41,8 @@ def serve(
     port: Annotated[int | None, typer.Option(help='First port; 30000 on GPUs, any free one for llamacpp')] = None,
     log_dir: Annotated[str | None, typer.Option(help='Folder for logs; logs/<engine>_<model> by default')] = None,
     slots: Annotated[int | None, typer.Option(help='llamacpp: conversations answered together')] = None,
-    mem_fraction_static: Annotated[float | None, typer.Option(help='sglang: share of GPU memory for weights and KV cache')] = None,
+    mem_fraction_static: Annotated[float | None,
+                                   typer.Option(help='sglang: share of GPU memory for weights and KV cache')] = None,
     tp_size: Annotated[int | None, typer.Option(help='sglang, vllm: GPUs that share one copy')] = None,
     dp_size: Annotated[int | None, typer.Option(help='sglang: copies behind one port')] = None,
     max_restarts: Annotated[int, typer.Option(help='Restarts of each server before giving up')] = 3,
@@ -49,7 +52,8 @@ def serve(
     from deepspec.data.servers import launch_servers
     from deepspec.model.target import DEFAULT_TARGET
     from deepspec.pipeline.engines import make_engine
-    chosen = make_engine(engine, target, slots=slots, mem_fraction_static=mem_fraction_static, tp_size=tp_size, dp_size=dp_size)
+    chosen = make_engine(engine, target, slots=slots, mem_fraction_static=mem_fraction_static, tp_size=tp_size,
+                         dp_size=dp_size)
     model = None if target == DEFAULT_TARGET and chosen.name == 'llamacpp' else target
     with launch_servers(model, chosen, num_servers, port, log_dir, max_restarts=max_restarts) as urls:
         for url in urls: print(url, flush=True)
@@ -60,8 +64,10 @@ def regenerate(
     jsonl: Annotated[str, typer.Argument(help='Rows whose answers are written anew')],
     out: Annotated[str, typer.Option(help='Output file; statistics and rejected rows go beside it')],
     target: Annotated[str, typer.Option(help=TARGET_HELP)] = 'smollm2_135m',
-    server_address: Annotated[list[str] | None, typer.Option(help='Server that runs already; repeat for several')] = None,
-    engine: Annotated[str, typer.Option(help='Without addresses: auto, llamacpp, sglang, vllm or transformers')] = 'auto',
+    server_address: Annotated[list[str] | None,
+                              typer.Option(help='Server that runs already; repeat for several')] = None,
+    engine: Annotated[
+        str, typer.Option(help='Without addresses: auto, llamacpp, sglang, vllm or transformers')] = 'auto',
     num_servers: Annotated[int, typer.Option(help='Servers to start')] = 1,
     preset: Annotated[str, typer.Option(help="Sampling preset; auto finds it by the model's name")] = 'auto',
     max_tokens: Annotated[int, typer.Option(help='Longest answer')] = 2048,
@@ -70,15 +76,18 @@ def regenerate(
     reject_length: Annotated[bool, typer.Option('--reject-length', help='Reject answers that max_tokens cut')] = False,
     keep_token_ids: Annotated[bool, typer.Option(help='Keep the ids that servers generated')] = True,
     model: Annotated[str | None, typer.Option(help='Model name to ask for; what servers report by default')] = None,
-    api_key: Annotated[str | None, typer.Option(envvar='DEEPSPEC_API_KEY', help='Bearer token; never stored', show_default=False)] = None,
+    api_key: Annotated[str | None, typer.Option(envvar='DEEPSPEC_API_KEY', help='Bearer token; never stored',
+                                                show_default=False)] = None,
     as_json: Annotated[bool, AS_JSON] = False,
 ):
     "Let the target write the answers anew; run again to resume"
     from deepspec.data.regenerate import regenerate
     from deepspec.pipeline.engines import answering
-    options = dict(sampling=preset, max_tokens=max_tokens, resume=resume, retry_rejected=retry_rejected, reject_length=reject_length,
+    options = dict(sampling=preset, max_tokens=max_tokens, resume=resume, retry_rejected=retry_rejected,
+                   reject_length=reject_length,
                    keep_token_ids=keep_token_ids, model=model, api_key=api_key)
-    with answering(target, server_address, engine, num_servers) as servers: show(regenerate(jsonl, out, servers, **options), as_json)
+    with answering(target, server_address, engine, num_servers) as servers:
+        show(regenerate(jsonl, out, servers, **options), as_json)
 
 # %% ../../nbs/64_cli_data.ipynb #c011
 def plan(
@@ -97,22 +106,28 @@ def plan(
     from deepspec.cache.size import plan_cache, plan_table, shape_from_config
     from deepspec.model.target import default_layer_ids, target_config
     layer_ids = parse_layers(layers)
-    if (jsonl is None) == (tokens_per_sample is None): raise ValueError("plan: give either --jsonl FILE or --tokens-per-sample N with --num-samples")
+    if (jsonl is None) == (tokens_per_sample is None):
+        raise ValueError("plan: give either --jsonl FILE or --tokens-per-sample N with --num-samples")
     if jsonl:
-        planned = plan_from_jsonl(jsonl, target, target_layer_ids=layer_ids, max_length=max_length, num_rows=num_samples, out_dir=out, tokens_per_s=tokens_per_s)
+        planned = plan_from_jsonl(jsonl, target, target_layer_ids=layer_ids, max_length=max_length,
+                                  num_rows=num_samples, out_dir=out, tokens_per_s=tokens_per_s)
     else:
         config = target_config(target)
         count = len(layer_ids or default_layer_ids(config.num_hidden_layers))
-        planned = plan_cache(shape_from_config(config, count), [tokens_per_sample], num_samples=num_samples, max_length=max_length, out_dir=out,
+        planned = plan_cache(shape_from_config(config, count), [tokens_per_sample], num_samples=num_samples,
+                             max_length=max_length, out_dir=out,
                              tokens_per_s=tokens_per_s)
-    if as_json: show(dict(token_nbytes=planned.token_nbytes, num_samples=planned.num_samples, num_tokens=planned.num_tokens,
-                          num_bytes=planned.num_bytes, num_shards=planned.num_shards, free_nbytes=planned.free_nbytes, hours=planned.hours), True)
+    if as_json:
+        show(dict(token_nbytes=planned.token_nbytes, num_samples=planned.num_samples, num_tokens=planned.num_tokens,
+                          num_bytes=planned.num_bytes, num_shards=planned.num_shards, free_nbytes=planned.free_nbytes,
+                          hours=planned.hours), True)
     else: print(plan_table(planned))
 
 # %% ../../nbs/64_cli_data.ipynb #c013
 cache = new_app('Build, look at, check and repair a target cache')
 
-@cache.command('build', epilog='Example: deepspec cache build regenerated/train.jsonl --out cache --target smollm2_135m')
+@cache.command('build', epilog='Example: deepspec cache build regenerated/train.jsonl --out cache --target '
+                               'smollm2_135m')
 def cache_build(
     jsonl: Annotated[list[str], typer.Argument(help='Files of conversations')],
     out: Annotated[str, typer.Option(help='Folder of the cache')],
@@ -132,9 +147,11 @@ def cache_build(
     from deepspec.cache.size import plan_table
     layer_ids = parse_layers(layers)
     if dry_run:
-        print(plan_table(plan_from_jsonl(jsonl, target, template, layer_ids, max_length, min_loss_tokens, sample_rows=None, out_dir=out)))
+        print(plan_table(plan_from_jsonl(jsonl, target, template, layer_ids, max_length, min_loss_tokens,
+                                         sample_rows=None, out_dir=out)))
         return
-    show(build_cache(jsonl, out, target, template, layer_ids, max_length, min_loss_tokens, max_batch_tokens, non_finite=non_finite, device=device), as_json)
+    show(build_cache(jsonl, out, target, template, layer_ids, max_length, min_loss_tokens, max_batch_tokens,
+                     non_finite=non_finite, device=device), as_json)
 
 # %% ../../nbs/64_cli_data.ipynb #c014
 @cache.command('info', epilog='Example: deepspec cache info runs/quickstart/cache')

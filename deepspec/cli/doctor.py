@@ -56,7 +56,8 @@ def torch_findings()->list: # `Finding`s
         for i in range(torch.cuda.device_count()):
             p = torch.cuda.get_device_properties(i)
             found.append(Finding(f'cuda:{i}', f"{p.name}, {human_nbytes(p.total_memory)}"))
-    elif driver: found.append(Finding('cuda', 'an NVIDIA driver, but a torch without CUDA', 'pip install --force-reinstall torch, without the CPU index'))
+    elif driver: found.append(Finding('cuda', 'an NVIDIA driver, but a torch without CUDA',
+                                      'pip install --force-reinstall torch, without the CPU index'))
     else: found.append(Finding('cuda', 'none: everything runs on the CPU'))
     return found
 
@@ -69,7 +70,8 @@ def machine_findings(
     return [Finding('python', f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
             Finding('processor', f"{cpu_name()}, {os.cpu_count()} cores"),
             Finding('memory', human_nbytes(memory), '' if memory > 7e9 else 'the quickstart wants 8 GB'),
-            Finding('free disk', f"{human_nbytes(disk)} at {out}", '' if disk > 8e9 else 'the quickstart wants 8 GB; see `deepspec plan`'),
+            Finding('free disk', f"{human_nbytes(disk)} at {out}",
+                    '' if disk > 8e9 else 'the quickstart wants 8 GB; see `deepspec plan`'),
             Finding('cache folder', str(cache_home()), '')]
 
 def doctor(

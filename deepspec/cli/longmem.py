@@ -25,16 +25,20 @@ def babilong_generate(
     num_samples: Annotated[int, typer.Option(help='Rows')] = 100,
     length_tokens: Annotated[int, typer.Option(help='Tokens of each prompt, up to a million')] = 32768 - 64,
     seed: Annotated[int, typer.Option(help='Of the set')] = 42,
-    background: Annotated[str | None, typer.Option(help="Text file to hide the facts in; the project's own filler by default")] = None,
+    background: Annotated[str | None, typer.Option(help="Text file to hide the facts in; the project's own filler by "
+                                                        "default")] = None,
     tokenizer: Annotated[str | None, typer.Option(help='Tokenizer that counts; a tiny one by default')] = None,
 ):
     "Write stories whose facts lie far apart"
     from deepspec.longmem.tasks import generate_babilong
-    print(generate_babilong(out, task=task, num_samples=num_samples, length_tokens=length_tokens, seed=seed, background=background,
+    print(generate_babilong(out, task=task, num_samples=num_samples, length_tokens=length_tokens, seed=seed,
+                            background=background,
                             tokenizer=tokenizer))
 
-@babilong.command('train', context_settings=dict(allow_extra_args=True, ignore_unknown_options=True, help_option_names=[]),
-                  epilog='Example: deepspec babilong train --data_path generate:qa1 --model_name_or_path tiny --train_base')
+@babilong.command('train', context_settings=dict(allow_extra_args=True, ignore_unknown_options=True,
+                                                 help_option_names=[]),
+                  epilog='Example: deepspec babilong train --data_path generate:qa1 --model_name_or_path tiny '
+                         '--train_base')
 def babilong_train(context:typer.Context):
     "Train the memory; takes every flag of python -m deepspec.longmem.train"
     import logging
@@ -56,7 +60,8 @@ def babilong_evaluate(
 ):
     "Answer loss, teacher-forced and generated exact match"
     from deepspec.longmem.train import evaluate_checkpoint
-    show(evaluate_checkpoint(run, data_path=data_path, max_length=max_length, max_samples=max_samples, batch_size=batch_size, memory=memory,
+    show(evaluate_checkpoint(run, data_path=data_path, max_length=max_length, max_samples=max_samples,
+                             batch_size=batch_size, memory=memory,
                              generate=generate, out=out), as_json)
 
 @babilong.command('show', epilog='Example: deepspec babilong show data/qa1/32k.json --row 3')

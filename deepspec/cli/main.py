@@ -20,11 +20,13 @@ from .train import calibrate, evaluate, export, report, schedule, train
 class PipelineOrder(TyperGroup):
     "Commands in the order of the pipeline, groups among them"
     def list_commands(self, ctx):
-        order = ('quickstart', 'prompts', 'mask', 'serve', 'regenerate', 'plan', 'cache', 'train', 'evaluate', 'calibrate', 'schedule',
+        order = ('quickstart', 'prompts', 'mask', 'serve', 'regenerate', 'plan', 'cache', 'train', 'evaluate',
+                 'calibrate', 'schedule',
                  'export', 'report', 'doctor', 'babilong')
         return [n for n in order if n in self.commands]
 
-app = new_app('Train, measure and schedule draft models for speculative decoding. Exit codes: 0 done, 1 a check failed, 2 a mistake.',
+app = new_app('Train, measure and schedule draft models for speculative decoding. Exit codes: 0 done, 1 a check '
+              'failed, 2 a mistake.',
               cls=PipelineOrder)
 
 @app.command(epilog='Example: deepspec quickstart --out runs/quickstart')
@@ -32,7 +34,8 @@ def quickstart(
     out: Annotated[str, typer.Option(help='Run folder; the same command goes on after a kill')] = 'runs/quickstart',
     target: Annotated[str, typer.Option(help=TARGET_HELP)] = 'smollm2_135m',
     smoke: Annotated[bool, typer.Option('--smoke', help='A toy target and tiny sizes, for tests')] = False,
-    server_address: Annotated[list[str] | None, typer.Option(help='OpenAI-compatible server that runs already; repeat for several')] = None,
+    server_address: Annotated[list[str] | None, typer.Option(help='OpenAI-compatible server that runs already; repeat '
+                                                                  'for several')] = None,
     steps: Annotated[int | None, typer.Option(help='Optimizer steps')] = None,
     train_rows: Annotated[int | None, typer.Option(help='Conversations whose answers are written anew')] = None,
     seed: Annotated[int, typer.Option(help='Of split, weights and data order')] = 42,
@@ -40,7 +43,8 @@ def quickstart(
 ):
     "All of the steps below, on a target that fits a laptop"
     from deepspec.pipeline.quickstart import quickstart_settings, run_quickstart
-    given = dict(steps=steps, train_rows=train_rows, server_address=tuple(server_address or ()) or None, target=None if smoke else target)
+    given = dict(steps=steps, train_rows=train_rows, server_address=tuple(server_address or ()) or None,
+                 target=None if smoke else target)
     settings = quickstart_settings(smoke, seed=seed, **{k: v for k,v in given.items() if v is not None})
     if dry_run: return show(settings)
     run_quickstart(out, settings)

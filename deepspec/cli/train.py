@@ -25,7 +25,8 @@ def draft_folder(
     folder = Path(path)
     if (folder/'config.json').exists() and (folder/'model.safetensors').exists(): return folder
     newest = latest_checkpoint(folder) if folder.is_dir() else None
-    if newest is None: raise ValueError(f"{path}: holds no checkpoint; name a step_N folder or the --out of a training run")
+    if newest is None:
+        raise ValueError(f"{path}: holds no checkpoint; name a step_N folder or the --out of a training run")
     return newest
 
 def load_drafts(
@@ -46,7 +47,8 @@ def train(
     recipe: Annotated[str, typer.Argument(help='Recipe such as dspark_qwen3_4b; --list shows all')] = '',
     cache: Annotated[str | None, typer.Option(help='Target cache: folder or URL')] = None,
     out: Annotated[str, typer.Option(help='Folder of the run')] = 'train',
-    opts: Annotated[list[str] | None, typer.Option('--opts', '-o', help='Fields of the recipe, such as lr=3e-4; repeat for several')] = None,
+    opts: Annotated[list[str] | None, typer.Option('--opts', '-o', help='Fields of the recipe, such as lr=3e-4; '
+                                                                        'repeat for several')] = None,
     features: Annotated[str, typer.Option(help='cache, or online: capture while training, no disk')] = 'cache',
     jsonl: Annotated[list[str] | None, typer.Option(help='Conversations, for --features online')] = None,
     eval_prompts: Annotated[str | None, typer.Option(help='Held-out prompts, decoded every eval_steps')] = None,
@@ -70,14 +72,16 @@ def _train(recipe, cache, out, features, jsonl, eval_prompts, device, resume):
     from deepspec.train.trainer import train
     if features not in ('cache', 'online'): raise ValueError(f"--features {features!r}; choose cache or online")
     if (features == 'cache') != (cache is not None) or (features == 'online') != bool(jsonl):
-        raise ValueError("train: --features cache needs --cache, --features online needs --jsonl, and neither takes the other")
+        raise ValueError("train: --features cache needs --cache, --features online needs --jsonl, and neither takes "
+                         "the other")
     target = load_target(recipe.target)
     samples = online_samples(jsonl, target, recipe.training.max_length) if jsonl else None
     probe = None
     if eval_prompts:
         from deepspec.eval.evaluate import acceptance_probe
         probe = acceptance_probe(target, eval_prompts)
-    return train(recipe, out_dir=out, cache=cache, samples=samples, target=target, resume=resume, evaluate=probe, device=device)
+    return train(recipe, out_dir=out, cache=cache, samples=samples, target=target, resume=resume, evaluate=probe,
+                 device=device)
 
 def online_samples(
     jsonl:list, # Files of conversations
@@ -92,14 +96,16 @@ def online_samples(
     rows = JsonLineDataset(jsonl)
     tokens = tokenize_conversations(rows, target.tokenizer, resolve_template(target.tokenizer), max_length=max_length)
     kept = [t for t in tokens if isinstance(t, TokenizedConversation) and t.num_loss_tokens >= min_loss_tokens]
-    if not kept: raise ValueError(f"{', '.join(map(str, jsonl))}: no sample with {min_loss_tokens} supervised tokens; try `deepspec mask check`")
+    if not kept: raise ValueError(f"{', '.join(map(str, jsonl))}: no sample with {min_loss_tokens} supervised tokens; "
+                                  f"try `deepspec mask check`")
     return [dict(input_ids=torch.from_numpy(t.input_ids), loss_mask=torch.from_numpy(t.loss_mask)) for t in kept]
 
 # %% ../../nbs/66_cli_train.ipynb #c011
 def evaluate(
     prompts: Annotated[list[str], typer.Argument(help='Prompt files with `turns`; name=file names a set')],
     out: Annotated[str, typer.Option(help='Folder for results.json, cycles.jsonl and more')],
-    draft: Annotated[list[str] | None, typer.Option(help='name=folder of a draft; repeat to compare; none measures plain decoding')] = None,
+    draft: Annotated[list[str] | None, typer.Option(help='name=folder of a draft; repeat to compare; none measures '
+                                                         'plain decoding')] = None,
     target: Annotated[str, typer.Option(help=TARGET_HELP)] = 'smollm2_135m',
     max_new_tokens: Annotated[int, typer.Option(help='Length of an answer')] = 256,
     temperature: Annotated[float, typer.Option(help='0 is greedy')] = 0.,
@@ -119,8 +125,10 @@ def evaluate(
     from deepspec.model.target import load_target
     loaded = load_target(target, device, torch_dtype(dtype))
     sets = dict(p.split('=', 1) if '=' in p else (Path(p).stem, p) for p in prompts)
-    config = DecodeConfig(max_new_tokens=max_new_tokens, temperature=temperature, confidence_threshold=confidence_threshold, seed=seed)
-    results = evaluate_drafts(loaded, load_drafts(draft, loaded), sets, out, config, batch_size, num_prompts, multi_turn)
+    config = DecodeConfig(max_new_tokens=max_new_tokens, temperature=temperature,
+                          confidence_threshold=confidence_threshold, seed=seed)
+    results = evaluate_drafts(loaded, load_drafts(draft, loaded), sets, out, config, batch_size, num_prompts,
+                              multi_turn)
     if as_json: return show(results['total'], True)
     if os.environ.get('RANK', '0') == '0': print(results_table(results))
 
@@ -131,7 +139,8 @@ def results_table(
     from deepspec.report.figures import Table
     total = results['total']
     rows = [dict(draft='plain', τ=1., speedup=1., **{'tokens/s': total['plain']['tokens_per_s'], 'identical': ''})]
-    rows += [dict(draft=n, τ=d['acceptance_length'], speedup=d['speedup'], **{'tokens/s': d['tokens_per_s'], 'identical':
+    rows += [dict(draft=n, τ=d['acceptance_length'], speedup=d['speedup'],
+                  **{'tokens/s': d['tokens_per_s'], 'identical':
              f"{d['identical_share']:.0%}" if 'identical_share' in d else ''}) for n,d in total['drafts'].items()]
     return repr(Table(rows))
 
@@ -167,8 +176,10 @@ def schedule(
 def export(
     draft: Annotated[str, typer.Argument(help='Checkpoint, or the run folder around it')],
     out: Annotated[str, typer.Option(help='Folder to create')],
-    check: Annotated[bool, typer.Option('--check', help='Load what was written and compare it with the checkpoint')] = False,
-    target: Annotated[str | None, typer.Option(help='With --check: compare embedding and head with this target too')] = None,
+    check: Annotated[bool, typer.Option('--check',
+                                        help='Load what was written and compare it with the checkpoint')] = False,
+    target: Annotated[
+        str | None, typer.Option(help='With --check: compare embedding and head with this target too')] = None,
     as_json: Annotated[bool, AS_JSON] = False,
 ):
     "Write a draft in the public layout"
@@ -183,12 +194,14 @@ def export(
 def report(
     name: Annotated[str, typer.Argument(help='Report name or notebook path; --list shows the names')] = '',
     out: Annotated[str, typer.Option(help='Folder for the executed notebook and its page')] = 'reports_out',
-    parameters: Annotated[list[str] | None, typer.Option('--parameter', '-p', help='name=value, as in papermill; repeat for several')] = None,
+    parameters: Annotated[list[str] | None, typer.Option('--parameter', '-p', help='name=value, as in papermill; '
+                                                                                   'repeat for several')] = None,
     list_: Annotated[bool, typer.Option('--list', help='Print the reports and their parameters')] = False,
 ):
     "Execute a report notebook and write a self-contained page"
     from deepspec.report.render import execute_report, report_parameters, reports_folder
     if list_ or not name:
-        for path in sorted(reports_folder().glob('*.ipynb')): print(f"{path.stem}: {', '.join(report_parameters(path))}")
+        for path in sorted(reports_folder().glob('*.ipynb')):
+            print(f"{path.stem}: {', '.join(report_parameters(path))}")
         return
     print(execute_report(name, out, cwd='.', **parse_assignments(parameters)))

@@ -21,15 +21,18 @@ if TYPE_CHECKING:
 
 # %% ../../nbs/20_data_names.ipynb #c006
 HOMES = dict(
-    ChatTemplate='deepspec.data.template', TEMPLATE_REGISTRY='deepspec.data.template', JsonLineDataset='deepspec.data.jsonl',
-    AsyncTargetCacheWriter='deepspec.cache.writer', CacheDataset='deepspec.cache.reader', CacheCollator='deepspec.cache.collate',
+    ChatTemplate='deepspec.data.template', TEMPLATE_REGISTRY='deepspec.data.template',
+    JsonLineDataset='deepspec.data.jsonl',
+    AsyncTargetCacheWriter='deepspec.cache.writer', CacheDataset='deepspec.cache.reader',
+    CacheCollator='deepspec.cache.collate',
     CUDAPrefetcher='deepspec.cache.prefetch', validate_target_cache_manifest='deepspec.cache.format',
     validate_train_cache='deepspec.cache.format')
 __all__ = ['HOMES', *HOMES] # noqa: PLE0604
 
 def __getattr__(name:str):
     "A public name of the seed documents, imported from its home at first use"
-    if name not in HOMES: raise AttributeError(f"module 'deepspec.data' has no attribute {name!r}; it holds {', '.join(HOMES)}")
+    if name not in HOMES:
+        raise AttributeError(f"module 'deepspec.data' has no attribute {name!r}; it holds {', '.join(HOMES)}")
     return getattr(import_module(HOMES[name]), name)
 
 def __dir__(): return sorted(__all__)

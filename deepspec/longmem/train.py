@@ -27,7 +27,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 from ..io import atomic_open, folder_lock, read_json, run_record, write_json
-from .babilong import BABILongDataset, GeneratedRows, IGNORE, collate_babilong, is_correct, split_babilong
+from .babilong import (BABILongDataset, GeneratedRows, IGNORE, collate_babilong, is_correct,
+                                       split_babilong)
 from .memory import MemoryConfig
 from .model import QwenTitansForBABILong, load_titans, tiny_qwen
 from .model import is_memory_name, load_memory_state, memory_state_dict

@@ -25,12 +25,15 @@ def check_layer_ids(
     "`layer_ids` as a tuple; `ValueError` on an empty, unsorted, unknown or final layer (seed 5.3, pitfalls)"
     ids = tuple(int(i) for i in layer_ids)
     if not ids: raise ValueError("target_layer_ids is empty; name at least one layer, such as 1")
-    if list(ids) != sorted(set(ids)): raise ValueError(f"target_layer_ids {list(ids)} must be strictly ascending, without repeats")
+    if list(ids) != sorted(set(ids)):
+        raise ValueError(f"target_layer_ids {list(ids)} must be strictly ascending, without repeats")
     if ids[-1] == num_layers - 1:
-        raise ValueError(f"target_layer_ids {list(ids)} hold the last decoder layer {ids[-1]}: its raw output differs from the "
+        raise ValueError(f"target_layer_ids {list(ids)} hold the last decoder layer {ids[-1]}: its raw output differs "
+                         f"from the "
                          f"normalised last hidden state that evaluation reads; use at most {num_layers - 2}")
     if ids[0] < -1 or ids[-1] >= num_layers:
-        raise ValueError(f"target_layer_ids {list(ids)} must lie between -1 and {num_layers - 2} for a target of {num_layers} layers")
+        raise ValueError(f"target_layer_ids {list(ids)} must lie between -1 and {num_layers - 2} for a target of "
+                         f"{num_layers} layers")
     return ids
 
 # %% ../../nbs/21_target.ipynb #c009
@@ -51,17 +54,19 @@ DEFAULT_TARGET = 'smollm2_135m'
 def resolve_target(
     name_or_path:str|os.PathLike, # `smollm2_135m`, a local folder, or a hub id such as `Qwen/Qwen3-4B`
 )->str: # Folder or hub id
-    "Where the target's files are; fetches the embedded default on first use; `ValueError` if a local path holds no model"
+    "Where the target's files are; fetches the embedded default at first use; `ValueError` where there is no model"
     name = str(name_or_path)
     if name == DEFAULT_TARGET:
         from deepspec.data.embedded import embedded_target
         return str(embedded_target())
     path = Path(name).expanduser()
     if path.is_dir():
-        if not (path/'config.json').exists(): raise ValueError(f"{path}: holds no config.json; name a Hugging Face model folder")
+        if not (path/'config.json').exists():
+            raise ValueError(f"{path}: holds no config.json; name a Hugging Face model folder")
         return str(path)
     if name.count('/') != 1 or name[0] in './~':
-        raise ValueError(f"{name}: no such folder; name a local model folder, a hub id such as Qwen/Qwen3-4B, or {DEFAULT_TARGET}")
+        raise ValueError(f"{name}: no such folder; name a local model folder, a hub id such as Qwen/Qwen3-4B, or "
+                         f"{DEFAULT_TARGET}")
     return name
 
 def _load(what, cls, name, **kwargs):
@@ -70,14 +75,16 @@ def _load(what, cls, name, **kwargs):
     try: return cls.from_pretrained(where, **kwargs)
     except (OSError, KeyError, ValueError) as e:
         first = str(e).strip().splitlines()[0]
-        raise ValueError(f"{name}: cannot load its {what} ({first}); check the name, the network or HF_HUB_OFFLINE") from e
+        raise ValueError(
+            f"{name}: cannot load its {what} ({first}); check the name, the network or HF_HUB_OFFLINE") from e
 
 def load_tokenizer(
     name_or_path:str, # As for `load_target`
 )->PreTrainedTokenizerFast: # Fast tokenizer
     "The target's tokenizer; `ValueError` without a fast one, since masks need character offsets"
     tokenizer = _load('tokenizer', AutoTokenizer, name_or_path)
-    if not tokenizer.is_fast: raise ValueError(f"{name_or_path}: has no fast tokenizer, so no offsets; convert it to tokenizer.json first")
+    if not tokenizer.is_fast:
+        raise ValueError(f"{name_or_path}: has no fast tokenizer, so no offsets; convert it to tokenizer.json first")
     return tokenizer
 
 def target_config(
@@ -105,7 +112,8 @@ class Target:
     @property
     def num_layers(self): return len(self.backbone.layers)
     @property
-    def vocab_size(self): return self.lm_head.weight.shape[0] # rows of the head, which padding may make larger than the tokenizer
+    def vocab_size(self):
+        return self.lm_head.weight.shape[0] # rows of the head, which padding may make larger than the tokenizer
     @property
     def device(self): return self.lm_head.weight.device
     @property
@@ -132,7 +140,8 @@ CHATML_TEMPLATE = (
     "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
-TOY_TEXT = ("The sea is wide and the river runs to the sea. A teacher writes numbers on the board: 0 1 2 3 4 5 6 7 8 9. "
+TOY_TEXT = ("The sea is wide and the river runs to the sea. A teacher writes numbers on the board: 0 1 2 3 4 5 6 7 8 "
+            "9. "
             "def add(a, b): return a + b. What is the sum? The answer is four. Write a short poem about the night sky. "
             "system user assistant You are a helpful assistant.\n")
 
@@ -141,13 +150,16 @@ def toy_tokenizer(
 )->PreTrainedTokenizerFast: # Tokenizer with a ChatML template
     "A byte-level BPE tokenizer with ChatML turns; `<|endoftext|>` pads, `<|im_end|>` ends an answer"
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True),
+                                                       pre_tokenizers.ByteLevel(add_prefix_space=False)])
     tokenizer.decoder = decoders.ByteLevel()
     special = ['<|endoftext|>', '<|im_start|>', '<|im_end|>', '<|mask|>']
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=special,
+                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
                                   show_progress=False)
     tokenizer.train_from_iterator([TOY_TEXT], trainer)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token='<|im_end|>', pad_token='<|endoftext|>', mask_token='<|mask|>',
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token='<|im_end|>', pad_token='<|endoftext|>',
+                                   mask_token='<|mask|>',
                                    clean_up_tokenization_spaces=False)
     fast.chat_template = CHATML_TEMPLATE
     return fast
@@ -158,12 +170,14 @@ TOY_KINDS = ('llama', 'qwen2', 'qwen3', 'gemma4')
 def _toy_config(kind, vocab_size, num_layers, hidden_size):
     "Config of a tiny model of the family"
     if kind not in TOY_KINDS: raise ValueError(f"kind={kind!r} is no toy target; choose one of {', '.join(TOY_KINDS)}")
-    shape = dict(vocab_size=vocab_size, hidden_size=hidden_size, intermediate_size=2*hidden_size, num_hidden_layers=num_layers,
+    shape = dict(vocab_size=vocab_size, hidden_size=hidden_size, intermediate_size=2*hidden_size,
+                 num_hidden_layers=num_layers,
                  num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512, tie_word_embeddings=True,
                  bos_token_id=None, eos_token_id=2, pad_token_id=0, head_dim=hidden_size//4)
     if kind != 'gemma4': return AutoConfig.for_model(kind, **shape)
     layer_types = ['full_attention' if i % 2 else 'sliding_attention' for i in range(num_layers)]
-    return AutoConfig.for_model('gemma4_text', **shape, layer_types=layer_types, hidden_size_per_layer_input=0, sliding_window=64,
+    return AutoConfig.for_model('gemma4_text', **shape, layer_types=layer_types, hidden_size_per_layer_input=0,
+                                sliding_window=64,
                                 global_head_dim=hidden_size//2, per_layer_config={})
 
 def toy_target(
@@ -233,5 +247,6 @@ def capture(
 )->tuple: # hidden states [B, S, L*H] and last hidden states [B, S, H]
     "Raw outputs of the chosen layers, and the final-norm output that lm_head sees (seed 5.3.1)"
     with LayerTap(target, target_layer_ids) as tap:
-        last_hidden = target.backbone(input_ids=input_ids_BS, attention_mask=attention_mask_BS, use_cache=False).last_hidden_state
+        last_hidden = target.backbone(input_ids=input_ids_BS, attention_mask=attention_mask_BS,
+                                      use_cache=False).last_hidden_state
     return tap.take(), last_hidden

@@ -33,7 +33,8 @@ def make_engine(
     "An engine and its settings by name; `ValueError` on an unknown name or an option it lacks"
     name = auto_engine(target) if name == 'auto' else name
     if name not in ENGINES:
-        raise ValueError(f"engine {name!r} starts no server; choose {', '.join(ENGINES)}, or use `deepspec regenerate` without one")
+        raise ValueError(f"engine {name!r} starts no server; choose {', '.join(ENGINES)}, or use `deepspec "
+                         f"regenerate` without one")
     given = {k: v for k,v in options.items() if v is not None}
     if unknown := set(given) - set(ENGINES[name].__dataclass_fields__):
         raise ValueError(f"engine {name} has no option {', '.join(sorted(unknown))}; see `deepspec serve --help`")

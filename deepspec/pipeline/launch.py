@@ -15,7 +15,8 @@ def torchrun_command(
 )->list: # Command line
     "The command line that runs a `deepspec` command in `nproc` processes; `ValueError` below 1"
     if nproc < 1: raise ValueError(f"nproc={nproc} must be at least 1; use the number of GPUs, or 1 on a CPU")
-    return [sys.executable, '-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={nproc}', '-m', 'deepspec.cli.main',
+    return [sys.executable, '-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={nproc}', '-m',
+            'deepspec.cli.main',
             *map(str, arguments)]
 
 def launch(
@@ -24,9 +25,11 @@ def launch(
 ):
     "Run a `deepspec` command in `nproc` processes, printing what they say; `ValueError` with the last line if it fails"
     command,last = torchrun_command(arguments, nproc),''
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors='replace') as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                          errors='replace') as process:
         for line in process.stdout:
             print(line, end='', flush=True)
             if line.startswith('deepspec:'): last = line.strip()
     if process.returncode:
-        raise ValueError(f"deepspec {arguments[0]} under torchrun ended with code {process.returncode}: {last or 'see its output above'}")
+        raise ValueError(f"deepspec {arguments[0]} under torchrun ended with code {process.returncode}: "
+                         f"{last or 'see its output above'}")

@@ -32,7 +32,8 @@ class Quickstart:
     steps:int=300 # Optimizer steps
     seed:int=42 # Of split, weights and data order
 
-SMOKE = dict(smoke=True, train_rows=24, eval_rows=3, max_tokens=24, max_new_tokens=16, max_length=192, num_layers=2, steps=20)
+SMOKE = dict(smoke=True, train_rows=24, eval_rows=3, max_tokens=24, max_new_tokens=16, max_length=192, num_layers=2,
+             steps=20)
 
 def quickstart_settings(
     smoke:bool=False, # Small sizes and a toy target
@@ -73,7 +74,8 @@ def prepare_prompts(
     rows = run.path('prompts', 'train.jsonl').read_text(encoding='utf-8').splitlines(True)
     chosen = rows[:run.settings.train_rows]
     with atomic_open(run.path('prompts', 'chosen.jsonl'), 'w') as f: f.writelines(chosen)
-    return {k: summary[k] for k in ('num_rows', 'num_train', 'num_eval', 'num_rejected', 'num_duplicates')} | dict(num_chosen=len(chosen))
+    return {k: summary[k] for k in ('num_rows', 'num_train', 'num_eval', 'num_rejected',
+                                    'num_duplicates')} | dict(num_chosen=len(chosen))
 
 # %% ../../nbs/62_quickstart.ipynb #c012
 def regenerate_answers(
@@ -96,8 +98,10 @@ def mask_token_for(
 )->int: # Token id
     "The tokenizer's mask token, else a special token without a role, else the last row of the embedding"
     if tokenizer.mask_token_id is not None: return tokenizer.mask_token_id
-    spare = [i for i,t in sorted(tokenizer.added_tokens_decoder.items()) if t.special and t.content not in (tokenizer.chat_template or '')
-             and i not in (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id)]
+    spare = [i for i,t in sorted(tokenizer.added_tokens_decoder.items()) if t.special
+             and t.content not in (tokenizer.chat_template or '')
+             and i not in (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id,
+                           tokenizer.unk_token_id)]
     return spare[0] if spare else vocab_size - 1
 
 def quickstart_recipe(
@@ -110,7 +114,8 @@ def quickstart_recipe(
     base = named_recipe('dspark_toy' if settings.smoke else 'dspark_smollm2_135m')
     layers = default_layer_ids(config.num_hidden_layers, min(settings.num_layers, max(config.num_hidden_layers - 3, 1)))
     draft = base.draft if run.target == base.target else replace(
-        base.draft, target_layer_ids=layers, mask_token_id=mask_token_for(load_tokenizer(run.target), config.vocab_size))
+        base.draft, target_layer_ids=layers,
+        mask_token_id=mask_token_for(load_tokenizer(run.target), config.vocab_size))
     training = replace(base.training, max_steps=settings.steps, max_length=settings.max_length, seed=settings.seed)
     return replace(base, target=run.target, draft=draft, training=training)
 
@@ -121,11 +126,15 @@ def build_quickstart_cache(
     "Print the storage plan, then capture the target's hidden states"
     from deepspec.cache.build import build_cache, plan_from_jsonl
     from deepspec.cache.size import plan_table
-    rows,layers,length = run.path('regenerated', 'train.jsonl'),quickstart_recipe(run).draft.target_layer_ids,run.settings.max_length
+    rows,layers,length = run.path('regenerated',
+                                  'train.jsonl'),quickstart_recipe(run).draft.target_layer_ids,run.settings.max_length
     if not run.path('cache', 'manifest.json').exists():
-        print(plan_table(plan_from_jsonl(rows, run.target, target_layer_ids=layers, max_length=length, sample_rows=None, out_dir=run.out)))
-    s = build_cache(rows, run.path('cache'), run.target, target_layer_ids=layers, max_length=length, max_batch_tokens=2048)
-    return dict(num_samples=s.num_samples, num_tokens=s.num_tokens, num_bytes=s.num_bytes, size=human_nbytes(s.num_bytes),
+        print(plan_table(plan_from_jsonl(rows, run.target, target_layer_ids=layers, max_length=length,
+                                         sample_rows=None, out_dir=run.out)))
+    s = build_cache(rows, run.path('cache'), run.target, target_layer_ids=layers, max_length=length,
+                    max_batch_tokens=2048)
+    return dict(num_samples=s.num_samples, num_tokens=s.num_tokens, num_bytes=s.num_bytes,
+                size=human_nbytes(s.num_bytes),
                 dropped=s.dropped, tokens_per_s=s.tokens_per_s)
 
 def train_draft(
@@ -156,7 +165,8 @@ def measure_drafts(
     results = evaluate_drafts(target, drafts, dict(heldout=rows), run.path('eval'), config)
     found,plain = results['total']['drafts'],results['total']['plain']
     each = lambda key: {n: d[key] for n,d in found.items()}
-    return dict(acceptance_length=each('acceptance_length'), plain_tokens_per_s=plain['tokens_per_s'], tokens_per_s=each('tokens_per_s'),
+    return dict(acceptance_length=each('acceptance_length'), plain_tokens_per_s=plain['tokens_per_s'],
+                tokens_per_s=each('tokens_per_s'),
                 speedup=each('speedup'), identical_share=each('identical_share'))
 
 # %% ../../nbs/62_quickstart.ipynb #c020
@@ -166,7 +176,8 @@ def render_reports(
     "Execute the report notebooks over the run folder"
     from deepspec.report.render import execute_report
     here = lambda *names: str(run.path(*names).absolute())
-    parameters = dict(pipeline=dict(run=here()), storage_cost=dict(cache=here('cache')), loss=dict(runs=[here('train')]))
+    parameters = dict(pipeline=dict(run=here()), storage_cost=dict(cache=here('cache')),
+                      loss=dict(runs=[here('train')]))
     return dict(pages=[str(execute_report(name, run.path('reports'), **p)) for name,p in parameters.items()])
 
 # %% ../../nbs/62_quickstart.ipynb #c022
@@ -174,7 +185,8 @@ def quickstart_steps(
     run:QuickstartRun, # The run
 )->list: # `Step`s in order
     "The steps of the main job"
-    parts = dict(target=prepare_target, prompts=prepare_prompts, regenerate=regenerate_answers, cache=build_quickstart_cache,
+    parts = dict(target=prepare_target, prompts=prepare_prompts, regenerate=regenerate_answers,
+                 cache=build_quickstart_cache,
                  train=train_draft, evaluate=measure_drafts, report=render_reports)
     return [Step(name, partial(part, run)) for name,part in parts.items()]
 
@@ -182,7 +194,7 @@ def run_quickstart(
     out, # Run folder
     settings:Quickstart=Quickstart(), # Sizes and target
 )->dict: # Summary of each step
-    "Run the main job, or what is left of it, and print what came out; `ValueError` if the folder belongs to something else"
+    "Run the main job, or what is left of it, and print what came out; `ValueError` if `out` is something else"
     run = QuickstartRun(Path(out), settings)
     claim_run_folder(run.out, asdict(settings) | dict(server_address=list(settings.server_address)))
     summaries = run_steps(run.out, quickstart_steps(run))
@@ -200,9 +212,12 @@ def quickstart_summary(
         target=f"{summaries['target']['target']}, which answered {rows} conversations in {run.path('regenerated')}",
         cache=f"{c['num_samples']} samples, {c['num_tokens']:,} tokens, {c['size']} in {run.path('cache')}",
         draft=f"{t['steps']} steps, {t['checkpoint']}",
-        τ=f"{tau['dspark']:.2f} trained, {tau['untrained']:.2f} untrained, on {run.settings.eval_rows} held-out prompts at temperature 0",
-        lossless=f"{e['identical_share']['dspark']:.0%} of the answers are the target's own greedy output, token by token",
-        speed=f"{e['plain_tokens_per_s']:.1f} tokens/s plain, {e['tokens_per_s']['dspark']:.1f} speculative ({e['speedup']['dspark']:.2f}x)",
+        τ=f"{tau['dspark']:.2f} trained, {tau['untrained']:.2f} untrained, on {run.settings.eval_rows} held-out "
+          f"prompts at temperature 0",
+        lossless=f"{e['identical_share']['dspark']:.0%} of the answers are the target's own greedy output, token by "
+                 f"token",
+        speed=f"{e['plain_tokens_per_s']:.1f} tokens/s plain, {e['tokens_per_s']['dspark']:.1f} speculative "
+              f"({e['speedup']['dspark']:.2f}x)",
         time=f"{sum(s['wall_s'] for s in summaries.values())/60:.1f} minutes",
         report=summaries['report']['pages'][0])
     return '\n'.join(f"{k:<9}{v}" for k,v in lines.items())

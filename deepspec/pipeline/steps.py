@@ -25,13 +25,16 @@ def claim_run_folder(
     if not (out/SETTINGS_NAME).exists():
         strange = [p.name for p in out.iterdir() if not p.name.startswith('.')] if out.exists() else []
         if out.exists() and not out.is_dir(): raise ValueError(f"{out}: is a file; name a folder with --out")
-        if strange: raise ValueError(f"{out}: holds {', '.join(sorted(strange)[:3])}, which is no run of ours; choose an empty folder with --out")
+        if strange: raise ValueError(f"{out}: holds {', '.join(sorted(strange)[:3])}, which is no run of ours; choose "
+                                     f"an empty folder with --out")
         out.mkdir(parents=True, exist_ok=True)
         write_json(out/SETTINGS_NAME, settings)
         return False
     before = read_json(out/SETTINGS_NAME)
-    differ = [f"{k} was {before.get(k)!r} and is now {settings.get(k)!r}" for k in {**before, **settings} if before.get(k) != settings.get(k)]
-    if differ: raise ValueError(f"{out}: belongs to a run with other settings ({'; '.join(differ)}); use the same ones or another --out")
+    differ = [f"{k} was {before.get(k)!r} and is now {settings.get(k)!r}" for k in {**before, **settings}
+              if before.get(k) != settings.get(k)]
+    if differ: raise ValueError(f"{out}: belongs to a run with other settings ({'; '.join(differ)}); use the same "
+                                f"ones or another --out")
     return True
 
 # %% ../../nbs/61_steps.ipynb #c009

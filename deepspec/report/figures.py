@@ -29,9 +29,12 @@ def color_of(
     return known or CYCLE_COLORS[position % len(CYCLE_COLORS)]
 
 # %% ../../nbs/50_figures.ipynb #c009
-HOUSE_STYLE = {'figure.figsize': (6.4, 3.6), 'figure.dpi': 110, 'figure.facecolor': 'white', 'savefig.bbox': 'tight', 'font.size': 10,
-               'axes.spines.top': False, 'axes.spines.right': False, 'axes.grid': True, 'grid.color': '#e4e4e4', 'axes.axisbelow': True,
-               'axes.titlelocation': 'left', 'axes.titlesize': 11, 'axes.titleweight': 'bold', 'legend.frameon': False, 'lines.linewidth': 1.8}
+HOUSE_STYLE = {'figure.figsize': (6.4, 3.6), 'figure.dpi': 110, 'figure.facecolor': 'white', 'savefig.bbox': 'tight',
+               'font.size': 10,
+               'axes.spines.top': False, 'axes.spines.right': False, 'axes.grid': True, 'grid.color': '#e4e4e4',
+               'axes.axisbelow': True,
+               'axes.titlelocation': 'left', 'axes.titlesize': 11, 'axes.titleweight': 'bold', 'legend.frameon': False,
+               'lines.linewidth': 1.8}
 
 def house_style():
     "Set matplotlib to the look that all reports share"
@@ -47,8 +50,10 @@ def caption(
 )->str: # One line of text
     "Sample size, seed, commit, hardware, date and spread of a figure"
     host,sha = record.get('host') or {}, record.get('git_sha')
-    parts = [f"n = {n}", None if seed is None else f"seed {seed}", f"commit {sha[:10]}" if sha else f"version {record.get('versions', {}).get('deepspec', 'unknown')}",
-             f"{host.get('cpu', 'unknown machine')}, {host.get('cores', '?')} cores", str(record.get('created_at', ''))[:10] or None, spread]
+    parts = [f"n = {n}", None if seed is None else f"seed {seed}",
+             f"commit {sha[:10]}" if sha else f"version {record.get('versions', {}).get('deepspec', 'unknown')}",
+             f"{host.get('cpu', 'unknown machine')}, {host.get('cores', '?')} cores",
+             str(record.get('created_at', ''))[:10] or None, spread]
     return ' · '.join(p for p in parts if p)
 
 def add_caption(
@@ -104,8 +109,10 @@ class Table:
 
     def _repr_html_(self)->str:
         head = ''.join(f'<th style="text-align:left">{escape(str(k))}</th>' for k in self.rows[0])
-        body = ''.join('<tr>' + ''.join(f'<td style="text-align:left">{escape(_cell(v))}</td>' for v in r.values()) + '</tr>' for r in self.rows)
-        title = f'<caption style="text-align:left;caption-side:top">{escape(self.caption)}</caption>' if self.caption else ''
+        body = ''.join('<tr>' + ''.join(f'<td style="text-align:left">{escape(_cell(v))}</td>' for v in r.values())
+                       + '</tr>' for r in self.rows)
+        side = 'text-align:left;caption-side:top'
+        title = f'<caption style="{side}">{escape(self.caption)}</caption>' if self.caption else ''
         return f'<table>{title}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
 
     def __repr__(self)->str:

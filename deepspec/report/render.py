@@ -54,18 +54,21 @@ def execute_report(
     progress:bool=False, # Whether to show papermill's bar and the cells' output
     **parameters, # Values for the notebook's parameters
 )->Path: # The page, or the executed notebook without one
-    "Run a report with papermill; `ValueError` on unknown parameters or a failing cell, which keeps the partial notebook"
+    "Run a report with papermill; `ValueError` on unknown parameters or a failing cell, whose notebook stays"
     import papermill as pm
     path = find_report(name)
     if unknown := sorted(set(parameters) - set(known := report_parameters(path))):
         raise ValueError(f"{path.name}: no parameter {', '.join(unknown)}; it takes {', '.join(known) or 'none'}")
     out = Path(out_dir)/f'{stem or path.stem}.ipynb'
     out.parent.mkdir(parents=True, exist_ok=True)
-    os.environ.setdefault('PYDEVD_DISABLE_FILE_VALIDATION', '1') # the kernel's debugger warns about frozen modules otherwise
-    try: pm.execute_notebook(str(path), str(out), parameters={k: _plain(v) for k,v in parameters.items()}, kernel_name='python3',
+    # the kernel's debugger warns about frozen modules otherwise
+    os.environ.setdefault('PYDEVD_DISABLE_FILE_VALIDATION', '1')
+    try: pm.execute_notebook(str(path), str(out), parameters={k: _plain(v) for k,v in parameters.items()},
+                             kernel_name='python3',
                              cwd=cwd and str(cwd), progress_bar=progress, log_output=progress)
     except pm.PapermillExecutionError as e:
-        raise ValueError(f"{out}: cell {e.exec_count} failed: {e.ename}: {e.evalue}; open the notebook to see where") from None
+        raise ValueError(
+            f"{out}: cell {e.exec_count} failed: {e.ename}: {e.evalue}; open the notebook to see where") from None
     return export_html(out) if html else out
 
 def _plain(value):
@@ -77,11 +80,14 @@ def _plain(value):
 PAGE_STYLE = """
 :root { color-scheme: light dark; --ink:#1b1b1b; --paper:#ffffff; --line:#dddddd; --soft:#666666 }
 @media (prefers-color-scheme: dark) { :root { --ink:#e6e6e6; --paper:#17181a; --line:#3a3c40; --soft:#a0a0a0 } }
-body { font:16px/1.55 system-ui, sans-serif; color:var(--ink); background:var(--paper); max-width:56rem; margin:2rem auto; padding:0 1rem }
+body { font:16px/1.55 system-ui, sans-serif; color:var(--ink); background:var(--paper) }
+body { max-width:56rem; margin:2rem auto; padding:0 1rem }
 h1 { font-size:1.7rem } h2 { font-size:1.25rem; margin-top:2.2rem } blockquote { margin:0; color:var(--soft) }
 img { max-width:100%; height:auto; border-radius:4px } pre { overflow-x:auto; font-size:.85rem }
-table { border-collapse:collapse; font-size:.9rem; display:block; overflow-x:auto } caption { color:var(--soft); padding:.3rem 0 }
-th, td { padding:.3rem .8rem .3rem 0; border-bottom:1px solid var(--line); text-align:left } a.anchor-link { display:none }
+table { border-collapse:collapse; font-size:.9rem; display:block; overflow-x:auto }
+caption { color:var(--soft); padding:.3rem 0 }
+th, td { padding:.3rem .8rem .3rem 0; border-bottom:1px solid var(--line); text-align:left }
+a.anchor-link { display:none }
 """
 
 def export_html(
@@ -90,11 +96,15 @@ def export_html(
     "One self-contained HTML file with a notebook's prose and results, without its code"
     path = Path(path)
     notebook = nbformat.read(path, 4)
-    notebook.cells = [c for c in notebook.cells if not {'parameters', 'injected-parameters'} & set(c.metadata.get('tags', []))]
-    body,_ = HTMLExporter(template_name='basic', exclude_input=True, exclude_input_prompt=True, exclude_output_prompt=True,
+    notebook.cells = [c for c in notebook.cells
+                      if not {'parameters', 'injected-parameters'} & set(c.metadata.get('tags', []))]
+    body,_ = HTMLExporter(template_name='basic', exclude_input=True, exclude_input_prompt=True,
+                          exclude_output_prompt=True,
                           embed_images=True).from_notebook_node(notebook)
-    title = next((c.source.lstrip('# ').splitlines()[0] for c in notebook.cells if c.cell_type == 'markdown'), path.stem)
-    page = (f'<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+    title = next((c.source.lstrip('# ').splitlines()[0] for c in notebook.cells if c.cell_type == 'markdown'),
+                 path.stem)
+    page = (f'<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
+            f'content="width=device-width, initial-scale=1">'
             f'<title>{escape(title)}</title><style>{PAGE_STYLE}</style></head><body>{body}</body></html>\n')
     with atomic_open(path.with_suffix('.html'), 'w') as f: f.write(page)
     return path.with_suffix('.html')

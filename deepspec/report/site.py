@@ -91,7 +91,8 @@ def local_links(
 )->str: # Markdown
     "nbdev's links to symbols, relative to the page they stand on"
     return re.sub(rf'\[`([^`]+)`\]\({re.escape(doc_root)}/([^)#]+?)(?:\.html)?(#[^)]*)?\)',
-                  lambda m: f'<a href="{page_name(Path(m[2]))}.html{(m[3] or "").lower()}"><code>{m[1]}</code></a>', text)
+                  lambda m: f'<a href="{page_name(Path(m[2]))}.html{(m[3] or "").lower()}"><code>{m[1]}</code></a>',
+                  text)
 
 # %% ../../nbs/52_site.ipynb #c014
 def write_pages(
@@ -117,7 +118,8 @@ def write_pages(
 
 def write_index(root, index, pages):
     "The landing page: `index.ipynb` and, below it, the navigation of `docs/toctree.md`"
-    toctree = (root/'docs'/'toctree.md').read_text(encoding='utf-8').replace('{modules}', '\n'.join(f'nbs/{p}' for p in pages))
+    toctree = (root/'docs'/'toctree.md').read_text(encoding='utf-8').replace('{modules}',
+        '\n'.join(f'nbs/{p}' for p in pages))
     landing = nbformat.v4.new_notebook(metadata=index.metadata, cells=[*index.cells, new_markdown_cell(toctree)])
     for cell in landing.cells: cell.source = cell.source.replace('docs/images/', 'images/')
     nbformat.write(landing, root/'docs'/'index.ipynb')
@@ -138,7 +140,8 @@ def build_site(
     root = Path(root).resolve()
     write_pages(root)
     if readme_only: return
-    command = [sys.executable, '-m', 'sphinx', '-b', 'html', '-W', '--keep-going', '-q', str(root/'docs'), str(root/out)]
+    command = [sys.executable, '-m', 'sphinx', '-b', 'html', '-W', '--keep-going', '-q', str(root/'docs'),
+               str(root/out)]
     if subprocess.run(command).returncode: raise SystemExit('the docs build has warnings; see above')
     print(f'{root/out}/index.html')
 
@@ -149,7 +152,8 @@ def broken_links(
     "Internal links of built pages whose file or anchor does not exist"
     site,broken,anchors = Path(site),[],{}
     def ids(path):
-        if path not in anchors: anchors[path] = set(re.findall(r'\b(?:id|name)="([^"]+)"', path.read_text(encoding='utf-8')))
+        if path not in anchors:
+            anchors[path] = set(re.findall(r'\b(?:id|name)="([^"]+)"', path.read_text(encoding='utf-8')))
         return anchors[path]
     for page in sorted(site.rglob('*.html')):
         for link in re.findall(r'<(?:a|img)\b[^>]*?(?:href|src)="([^"]+)"', page.read_text(encoding='utf-8')):
@@ -157,7 +161,8 @@ def broken_links(
             name,_,anchor = link.partition('#')
             target = page if not name else (page.parent/name.split('?')[0]).resolve()
             if target.is_dir(): target = target/'index.html'
-            if not target.exists() or (anchor and target.suffix == '.html' and anchor not in ids(target)): broken.append((page.name, link))
+            if not target.exists() or (anchor and target.suffix == '.html' and anchor not in ids(target)):
+                broken.append((page.name, link))
     return broken
 
 # %% ../../nbs/52_site.ipynb #c018
