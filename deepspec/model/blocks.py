@@ -133,7 +133,8 @@ def apply_rope(
 
 # %% ../../nbs/24_draft_blocks.ipynb #c021
 class DraftAttention(nn.Module):
-    "Qwen3's attention with keys from the context and from the block; `width` inputs, the hidden size unless said otherwise"
+    """Qwen3's attention with keys from the context and from the block; `width` inputs, the hidden size unless
+    said otherwise"""
     def __init__(self, config:PretrainedConfig, width:int|None=None):
         super().__init__()
         H,d = config.hidden_size,config.head_dim
@@ -179,7 +180,8 @@ def layout_parts(
 )->list: # Pairs of the number of blocks and their ContextLayout
     "The blocks as parts to be worked on one after another"
     n = part_size or len(starts_N)
-    return [(len(starts_N[i:i+n]), context_layout(starts_N[i:i+n], anchors_N[i:i+n], block_size, device)) for i in range(0, len(starts_N), n)]
+    return [(len(starts_N[i:i+n]), context_layout(starts_N[i:i+n], anchors_N[i:i+n], block_size,
+                                                  device)) for i in range(0, len(starts_N), n)]
 
 def run_parts(slots, h_NKH, context_kv, rope_NK, parts)->torch.Tensor: # [N, K, H]
     "`slots` over all parts; several parts are recomputed in backward"
@@ -267,9 +269,11 @@ class Family:
     embed:object # config -> embedding module
 
 def _scaled_embedding(config):
-    return Gemma4TextScaledWordEmbedding(config.vocab_size, config.hidden_size, None, embed_scale=config.hidden_size**.5)
+    return Gemma4TextScaledWordEmbedding(config.vocab_size, config.hidden_size, None,
+                                         embed_scale=config.hidden_size**.5)
 
-QWEN3 = Family(prefix='Qwen3', norm=Qwen3RMSNorm, rope=Qwen3Rope, layer=DraftLayer, attention=DraftAttention, mlp=Qwen3MLP,
+QWEN3 = Family(prefix='Qwen3', norm=Qwen3RMSNorm, rope=Qwen3Rope, layer=DraftLayer, attention=DraftAttention,
+               mlp=Qwen3MLP,
                embed=lambda config: nn.Embedding(config.vocab_size, config.hidden_size))
 GEMMA4 = Family(prefix='Gemma4', norm=Gemma4RMSNorm, rope=Gemma4Rope, layer=Gemma4DraftLayer,
                 attention=Gemma4DraftAttention, mlp=Gemma4MLP, embed=_scaled_embedding)
@@ -284,8 +288,10 @@ def draft_family(
     return families[model_type]
 
 # %% ../../nbs/24_draft_blocks.ipynb #c033
-QWEN3_KEYS = ('vocab_size', 'hidden_size', 'intermediate_size', 'num_attention_heads', 'num_key_value_heads', 'hidden_act',
-              'max_position_embeddings', 'initializer_range', 'rms_norm_eps', 'rope_parameters', 'pad_token_id', 'bos_token_id', 'eos_token_id')
+QWEN3_KEYS = ('vocab_size', 'hidden_size', 'intermediate_size', 'num_attention_heads', 'num_key_value_heads',
+              'hidden_act',
+              'max_position_embeddings', 'initializer_range', 'rms_norm_eps', 'rope_parameters', 'pad_token_id',
+              'bos_token_id', 'eos_token_id')
 
 def draft_shape(
     target_config:PretrainedConfig, # The target's text config
@@ -297,7 +303,8 @@ def draft_shape(
     if kind in ('qwen3', 'qwen2', 'llama', 'mistral'):
         from transformers import Qwen3Config
         copied = {k: getattr(target_config, k) for k in QWEN3_KEYS}
-        head_dim = getattr(target_config, 'head_dim', None) or target_config.hidden_size//target_config.num_attention_heads
+        head_dim = getattr(target_config, 'head_dim',
+                           None) or target_config.hidden_size//target_config.num_attention_heads
         return Qwen3Config(**copied, **shape, head_dim=head_dim)
     if kind == 'gemma4_text':
         full = target_config.layer_types.index('full_attention')
@@ -306,4 +313,5 @@ def draft_shape(
                        num_kv_shared_layers=0, hidden_size_per_layer_input=0, enable_moe_block=False)
         config.pop('per_layer_config', None)
         return type(target_config).from_dict(config)
-    raise ValueError(f"target model_type {kind!r}: no draft shape for it yet; use a Qwen3, Qwen2, Llama-family or Gemma4 target")
+    raise ValueError(f"target model_type {kind!r}: no draft shape for it yet; use a Qwen3, Qwen2, Llama-family or "
+                     f"Gemma4 target")

@@ -34,7 +34,8 @@ def load_draft(
     named = {m.kind: m for m in DRAFT_MODELS.values()}
     architecture = (config.architectures or ['?'])[0]
     kind = next((m for k,m in named.items() if architecture.endswith(f'{k}Model')), None)
-    if kind is None: raise ValueError(f"{folder}/config.json: architecture {architecture!r} is no draft known here; known are {', '.join(named)}")
+    if kind is None: raise ValueError(f"{folder}/config.json: architecture {architecture!r} is no draft known here; "
+                                      f"known are {', '.join(named)}")
     draft = kind(config)
     load_weights(draft, folder)
     return draft.to(device, dtype).eval()

@@ -41,7 +41,8 @@ class DSparkConfig:
         for k in ('num_hidden_layers', 'block_size', 'num_anchors', 'markov_rank'):
             if getattr(self, k) < 1: raise ValueError(f"DSparkConfig: {k}={getattr(self, k)} must be at least 1")
         if self.markov_head_type not in (None, *MARKOV_HEAD_TYPES):
-            raise ValueError(f"DSparkConfig: markov_head_type={self.markov_head_type!r}; choose {', '.join(MARKOV_HEAD_TYPES)} or None")
+            raise ValueError(f"DSparkConfig: markov_head_type={self.markov_head_type!r}; choose "
+                             f"{', '.join(MARKOV_HEAD_TYPES)} or None")
 
 def dspark_config(
     target_config:PretrainedConfig, # The target's text config
@@ -50,7 +51,8 @@ def dspark_config(
     "The draft's config.json; `ValueError` if the layers or the mask token do not fit the target"
     check_layer_ids(choices.target_layer_ids, target_config.num_hidden_layers)
     if not 0 <= choices.mask_token_id < target_config.vocab_size:
-        raise ValueError(f"mask_token_id {choices.mask_token_id} is outside the vocabulary of {target_config.vocab_size}; name a token that text never holds")
+        raise ValueError(f"mask_token_id {choices.mask_token_id} is outside the vocabulary of "
+                         f"{target_config.vocab_size}; name a token that text never holds")
     config,own = draft_shape(target_config, choices.num_hidden_layers),asdict(choices)
     own.update(target_layer_ids=list(choices.target_layer_ids), num_target_layers=target_config.num_hidden_layers)
     if choices.markov_head_type is None: own.update(markov_rank=0, confidence_head_with_markov=False)
@@ -128,9 +130,11 @@ class DSparkModel(DraftModel):
         self.hidden_norm = self.family.norm(H, eps=config.rms_norm_eps)
         self.layers = nn.ModuleList(self.family.layer(config) for _ in range(config.num_hidden_layers))
         self.markov_head = self.confidence_head = None
-        self.gradient_checkpointing = False # recompute activations in backward: flat memory, a third more time in the layers
-        if config.markov_head_type is not None: self.markov_head = MARKOV_HEADS[config.markov_head_type](config.vocab_size, r, H)
-        if config.enable_confidence_head: self.confidence_head = ConfidenceHead(H + r*config.confidence_head_with_markov)
+        # recompute activations in backward: flat memory, a third more time in the layers
+        self.gradient_checkpointing = False
+        if (name := config.markov_head_type) is not None: self.markov_head = MARKOV_HEADS[name](config.vocab_size, r, H)
+        if config.enable_confidence_head:
+            self.confidence_head = ConfidenceHead(H + r*config.confidence_head_with_markov)
 
     @property
     def block_size(self)->int: return self.config.block_size
@@ -143,12 +147,15 @@ class DSparkModel(DraftModel):
 
     @torch.no_grad()
     def warm_start(self, target:Target):
-        "Start from what the target knows: its last layers, its last captured layer as context, its embedding's main directions as W1"
+        """Start from what the target knows: its last layers, its last captured layer as context, its embedding's
+        main directions as W1"""
         for mine,theirs in zip(self.layers, target.backbone.layers[-len(self.layers):]):
             own = mine.state_dict()
-            mine.load_state_dict({k: v for k,v in theirs.state_dict().items() if k in own and own[k].shape == v.shape}, strict=False)
+            mine.load_state_dict({k: v for k,v in theirs.state_dict().items() if k in own and own[k].shape == v.shape},
+                                 strict=False)
         H = self.config.hidden_size
-        self.fc.weight.zero_()[:, -H:].fill_diagonal_(.1) # hidden_norm takes the scale out again; a small one learns faster
+        # hidden_norm takes the scale out again; a small one learns faster
+        self.fc.weight.zero_()[:, -H:].fill_diagonal_(.1)
         if self.markov_head is not None:
             embed = target.backbone.embed_tokens.weight.float()
             embed = embed - embed.mean(0)
@@ -256,11 +263,14 @@ class DSparkProposer:
         draft = self.draft
         if not 1 <= num_tokens <= draft.block_size:
             raise ValueError(f"propose: num_tokens={num_tokens} must be 1 to the draft's block_size {draft.block_size}")
-        if self.cache[0] is None: raise ValueError("propose: no context yet; call extend with the prompt's hidden states first")
+        if self.cache[0] is None: raise ValueError("propose: no context yet; call extend with the prompt's hidden "
+                                                   "states first")
         B,room = len(anchor_B),self.cache[0][0].shape[1]
         parts = layout_parts([b*room for b in range(B)], self.lengths, draft.block_size, draft.device)
-        positions = torch.tensor(self.lengths, device=draft.device)[:, None] + torch.arange(draft.block_size, device=draft.device)
-        contexts = [Context(cached_kv=tuple(x.flatten(0, 1) for x in kv)) for kv in self.cache] # packed: [B*capacity, g, d]
+        positions = torch.tensor(self.lengths, device=draft.device)[:, None] + torch.arange(draft.block_size,
+            device=draft.device)
+        # packed: [B*capacity, g, d]
+        contexts = [Context(cached_kv=tuple(x.flatten(0, 1) for x in kv)) for kv in self.cache]
         h_BKH = draft.run_layers(draft.block_input(anchor_B), positions, contexts, parts)
         return self._draw(h_BKH[:, :num_tokens], anchor_B, temperature, generator)
 

@@ -32,7 +32,8 @@ class Eagle3Config:
         object.__setattr__(self, 'target_layer_ids', tuple(self.target_layer_ids))
         for k in ('ttt_length', 'draft_num_hidden_layers'):
             if getattr(self, k) < 1: raise ValueError(f"Eagle3Config: {k}={getattr(self, k)} must be at least 1")
-        if not 0 < self.step_loss_decay <= 1: raise ValueError(f"Eagle3Config: step_loss_decay={self.step_loss_decay} must be above 0 and at most 1")
+        if not 0 < self.step_loss_decay <= 1: raise ValueError(f"Eagle3Config: step_loss_decay={self.step_loss_decay} "
+                                                               f"must be above 0 and at most 1")
 
 def eagle3_config(
     target_config:PretrainedConfig, # The target's text config
@@ -42,7 +43,8 @@ def eagle3_config(
     "The draft's config.json; `ValueError` if the layers do not fit the target"
     check_layer_ids(choices.target_layer_ids, target_config.num_hidden_layers)
     config = draft_shape(target_config, choices.draft_num_hidden_layers)
-    own = asdict(choices) | dict(target_layer_ids=list(choices.target_layer_ids), num_target_layers=target_config.num_hidden_layers,
+    own = asdict(choices) | dict(target_layer_ids=list(choices.target_layer_ids),
+                                 num_target_layers=target_config.num_hidden_layers,
                                  target_model_name_or_path=target_name)
     for k,v in own.items(): setattr(config, k, v)
     return config
@@ -88,7 +90,8 @@ class Eagle3Layer(nn.Module):
         super().__init__()
         family,H = draft_family(config.model_type),config.hidden_size
         self.self_attn,self.mlp = family.attention(config, 2*H),family.mlp(config)
-        for name in ('hidden_norm', 'input_layernorm', 'post_attention_layernorm'): setattr(self, name, family.norm(H, eps=config.rms_norm_eps))
+        for name in ('hidden_norm', 'input_layernorm', 'post_attention_layernorm'): setattr(self, name, family.norm(H,
+            eps=config.rms_norm_eps))
 
     def forward(self, embed, h, rope, attend, past=None):
         "The new hidden state and this pass's keys and values; `attend(queries, kv, past)` decides who is seen"
@@ -116,7 +119,8 @@ class Eagle3Model(DraftModel):
         "What each step of the training-time test produces at each position"
         h,past,out = self.fc(hidden_states_BSLH.to(self.dtype)),[[] for _ in self.layers],[]
         for s in range(self.config.ttt_length):
-            input_ids_BS = torch.cat([input_ids_BS[:, 1:], torch.zeros_like(input_ids_BS[:, :1])], 1) # token t + 1 + s at position t
+            # token t + 1 + s at position t
+            input_ids_BS = torch.cat([input_ids_BS[:, 1:], torch.zeros_like(input_ids_BS[:, :1])], 1)
             embed = self.embed_tokens(input_ids_BS)
             rope = self.rope.angles(embed, torch.arange(s, s + embed.shape[1], device=embed.device)[None])
             for i,layer in enumerate(self.layers):
@@ -128,7 +132,8 @@ class Eagle3Model(DraftModel):
     def _run(self, layer, embed, h, rope, past):
         "One layer on one step, recomputed in backward if asked"
         attend = lambda q, kv, past: ttt_attention(q, [*past, kv], layer.self_attn.scale)
-        if self.gradient_checkpointing and self.training: return checkpoint(layer, embed, h, rope, attend, past, use_reentrant=False)
+        if self.gradient_checkpointing and self.training: return checkpoint(layer, embed, h, rope, attend, past,
+            use_reentrant=False)
         return layer(embed, h, rope, attend, past)
 
     def proposer(self, batch_size:int): # See `Proposal`
@@ -171,7 +176,9 @@ class Eagle3Proposer:
                 k,v = self._write(i, kv, at_Bn)
                 seen = torch.arange(k.shape[1], device=k.device) <= at_Bn[..., None]
                 q,k,v = (x.transpose(1, 2) for x in (q, k, v))
-                o = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None], scale=layer.self_attn.scale, enable_gqa=q.shape[1] != k.shape[1])
+                o = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None],
+                                                               scale=layer.self_attn.scale,
+                                                               enable_gqa=q.shape[1] != k.shape[1])
                 return o.transpose(1, 2)
             h_BnH,_ = layer(embed_BnH, h_BnH, rope, attend)
         return h_BnH
@@ -187,7 +194,8 @@ class Eagle3Proposer:
         counts = counts.to(device)
         pad = lambda xs: nn.utils.rnn.pad_sequence([x.to(device) for x in xs], batch_first=True)
         h_BnH = self.draft.fc(pad(hidden_states).to(self.draft.dtype))
-        at_Bn = self.lengths[:, None] + torch.arange(n, device=device) # padded places lie behind the row's end: never seen, written over later
+        # padded places lie behind the row's end: never seen, written over later
+        at_Bn = self.lengths[:, None] + torch.arange(n, device=device)
         h_BnH = self._run(self.draft.embed_tokens(pad(next_ids).long()), h_BnH, at_Bn)
         last = h_BnH[torch.arange(len(counts), device=device), (counts - 1).clamp(min=0)]
         self.last_BH = last if self.last_BH is None else torch.where(counts[:, None] > 0, last, self.last_BH)
@@ -204,11 +212,14 @@ class Eagle3Proposer:
         draft = self.draft
         if not 1 <= num_tokens <= draft.block_size:
             raise ValueError(f"propose: num_tokens={num_tokens} must be 1 to the draft's ttt_length {draft.block_size}")
-        if self.last_BH is None: raise ValueError("propose: no context yet; call extend with the prompt's hidden states first")
+        if self.last_BH is None: raise ValueError("propose: no context yet; call extend with the prompt's hidden "
+                                                  "states first")
         h_BH,tokens,probs = self.last_BH,[],[]
         for k in range(num_tokens):
             token,p = sample_tokens(draft.cap(draft.lm_head(draft.norm(h_BH))), temperature, generator)
             tokens.append(token)
             probs.append(p)
-            if k + 1 < num_tokens: h_BH = self._run(draft.embed_tokens(token)[:, None], h_BH[:, None], (self.lengths + k)[:, None])[:, 0]
-        return Proposal(tokens_BK=torch.stack(tokens, 1), probs_BKV=None if probs[0] is None else torch.stack(probs, 1), confidence_logits_BK=None)
+            if k + 1 < num_tokens: h_BH = self._run(draft.embed_tokens(token)[:, None], h_BH[:, None],
+                                                    (self.lengths + k)[:, None])[:, 0]
+        return Proposal(tokens_BK=torch.stack(tokens, 1), probs_BKV=None if probs[0] is None else torch.stack(probs,
+            1), confidence_logits_BK=None)

@@ -38,11 +38,14 @@ class TrainConfig:
     tracker:str|None=None # wandb or trackio beside TensorBoard
 
     def __post_init__(self):
-        for k in ('global_batch_size', 'micro_batch_size', 'max_length', 'loss_chunk', 'log_steps', 'save_steps', 'keep_last'):
+        for k in ('global_batch_size', 'micro_batch_size', 'max_length', 'loss_chunk', 'log_steps', 'save_steps',
+                  'keep_last'):
             if getattr(self, k) < 1: raise ValueError(f"TrainConfig: {k}={getattr(self, k)} must be at least 1")
         for k,known in (('dtype', ('bf16', 'fp32', 'auto')), ('parallel', ('ddp', 'fsdp'))):
-            if getattr(self, k) not in known: raise ValueError(f"TrainConfig: {k}={getattr(self, k)!r}; choose {', '.join(known)}")
-        if self.epochs <= 0 and self.max_steps is None: raise ValueError(f"TrainConfig: epochs={self.epochs} must be above 0")
+            if getattr(self, k) not in known: raise ValueError(f"TrainConfig: {k}={getattr(self, k)!r}; choose "
+                                                               f"{', '.join(known)}")
+        if self.epochs <= 0 and self.max_steps is None: raise ValueError(f"TrainConfig: epochs={self.epochs} must be "
+            f"above 0")
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
@@ -56,7 +59,8 @@ class Recipe:
 
     def __post_init__(self):
         if isinstance(self.draft, DSparkConfig) != (self.loss is not None):
-            raise ValueError(f"Recipe {self.name}: {type(self.draft).__name__} with loss {self.loss}; DSpark needs a DSparkLoss, Eagle3 None")
+            raise ValueError(f"Recipe {self.name}: {type(self.draft).__name__} with loss {self.loss}; DSpark needs a "
+                             f"DSparkLoss, Eagle3 None")
 
 # %% ../../nbs/31b_train_config.ipynb #c008
 def _parse(text:str, kind, where:str):
@@ -70,7 +74,8 @@ def _parse(text:str, kind, where:str):
             if option in (int, float, str): return option(text)
         except (ValueError, KeyError): continue
     wanted = ' or '.join(getattr(o, '__name__', str(o)).replace('NoneType', 'none') for o in options)
-    raise ValueError(f"{where}={text!r} is no {wanted}; write for example {where}={dict(float='3e-4', int='7', bool='true', tuple='1,9').get(wanted.split()[0], '...')}")
+    raise ValueError(f"{where}={text!r} is no {wanted}; write for example "
+                     f"{where}={dict(float='3e-4', int='7', bool='true', tuple='1,9').get(wanted.split()[0], '...')}")
 
 def option_fields(
     recipe, # A recipe, or any frozen dataclass of frozen dataclasses
@@ -89,14 +94,16 @@ def apply_opts(
 ): # A changed copy
     "The recipe with options replaced, types checked; `ValueError` on an unknown key names near ones"
     known,changes = option_fields(recipe),{}
-    pairs = [(k, str(v) if not isinstance(v, (list, tuple)) else json.dumps(v)) for k,v in opts.items()] if isinstance(opts, dict) else \
+    pairs = [(k, str(v) if not isinstance(v, (list, tuple)) else json.dumps(v)) for k,
+             v in opts.items()] if isinstance(opts, dict) else \
             [o.partition('=')[::2] if '=' in o else (o, None) for o in opts]
     for key,text in pairs:
         if text is None: raise ValueError(f"option {key!r} has no value; write {key}=VALUE")
         full = [k for k in known if k == key or k.endswith(f'.{key}')]
         if not full:
             near = difflib.get_close_matches(key.split('.')[-1], {k.split('.')[-1] for k in known}, 3, .4)
-            raise ValueError(f"unknown option {key!r}; near ones: {', '.join(near) or 'none'} (all: {', '.join(sorted(k.split('.')[-1] for k in known))})")
+            raise ValueError(f"unknown option {key!r}; near ones: {', '.join(near) or 'none'} (all: "
+                             f"{', '.join(sorted(k.split('.')[-1] for k in known))})")
         if len(full) > 1: raise ValueError(f"option {key!r} is ambiguous; write one of {', '.join(full)}")
         part,_,name = full[0].rpartition('.')
         changes.setdefault(part, {})[name] = _parse(text, known[full[0]], key)
@@ -120,6 +127,7 @@ def recipe_from_dict(
     def part(v):
         if not isinstance(v, dict): return v
         v = dict(v)
-        if (kind := v.pop('kind', None)) not in COMPONENTS: raise ValueError(f"recipe component {kind!r} is unknown; known are {', '.join(COMPONENTS)}")
+        if (kind := v.pop('kind', None)) not in COMPONENTS: raise ValueError(f"recipe component {kind!r} is unknown; "
+            f"known are {', '.join(COMPONENTS)}")
         return COMPONENTS[kind](**v)
     return Recipe(**{k: part(v) for k,v in values.items()})

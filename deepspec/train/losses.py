@@ -56,7 +56,8 @@ def plain_terms(
 
 # %% ../../nbs/30_losses.ipynb #c008
 def _slot_gradient(u, t, labels, w, softcap, out):
-    "Fill `out` (ce, tv, soft, agree [m] each), and overwrite the raw draft logits `u` [m, V] with the gradient of the weighted terms"
+    """Fill `out` (ce, tv, soft, agree [m] each), and overwrite the raw draft logits `u` [m, V] with the gradient
+    of the weighted terms"""
     if softcap is not None: u_cap,t = _cap(u, softcap),_cap(t, softcap)
     else: u_cap = u
     p,q = (torch.softmax(x, -1, dtype=torch.float32) for x in (u_cap, t))
@@ -84,8 +85,10 @@ class _ChunkedTerms(torch.autograd.Function):
         M,V = len(h),len(head)
         out = h.new_zeros(4, M, dtype=torch.float32)
         grad_h = torch.zeros_like(h)
-        grad_latent,grad_w2 = (None, None) if latent is None else (torch.zeros_like(latent), torch.zeros_like(w2, dtype=torch.float32))
-        u_buffer,t_buffer = h.new_empty(2, min(chunk, M), V).unbind(0) # reused: a fresh 25 MB costs more than the product
+        grad_latent,grad_w2 = (None, None) if latent is None else (torch.zeros_like(latent), torch.zeros_like(w2,
+            dtype=torch.float32))
+        # reused: a fresh 25 MB costs more than the product
+        u_buffer,t_buffer = h.new_empty(2, min(chunk, M), V).unbind(0)
         rows = chunk if h.is_cuda else max(1, 800_000//V) # on a CPU all passes over a few rows stay in its cache
         for i in range(0, M, chunk):
             at = slice(i, min(i + chunk, M))
@@ -96,7 +99,8 @@ class _ChunkedTerms(torch.autograd.Function):
             for j in range(0, len(u), rows):
                 k = slice(j, min(j + rows, len(u)))
                 there = slice(i + k.start, i + k.stop)
-                _slot_gradient(u[k], t[k], labels[there], {n: w[there] for n,w in weights.items()}, softcap, out[:, there])
+                _slot_gradient(u[k], t[k], labels[there], {n: w[there] for n,w in weights.items()}, softcap, out[:,
+                    there])
             if not any(ctx.needs_input_grad): continue
             torch.mm(u, head, out=grad_h[at])
             if latent is not None:
@@ -125,7 +129,8 @@ def chunked_terms(
     chunk:int=256, # Slots whose logits exist at one time
 )->SlotTerms: # Equal to `plain_terms` to rounding
     "The terms with memory for `chunk` rows of logits, however many slots there are"
-    found = _ChunkedTerms.apply(h_MH, latent_Mr, w2_Vr, head_VH, target_MH.to(h_MH.dtype), labels_M, weights, softcap, chunk)
+    found = _ChunkedTerms.apply(h_MH, latent_Mr, w2_Vr, head_VH, target_MH.to(h_MH.dtype), labels_M, weights, softcap,
+                                chunk)
     return SlotTerms(**dict(zip(('total', 'ce_M', 'tv_M', 'soft_ce_M', 'agree_M'), found)))
 
 # %% ../../nbs/30_losses.ipynb #c012
@@ -146,7 +151,8 @@ class DSparkLoss:
     detach_confidence:bool=False # True keeps the confidence loss out of the draft's own gradients
 
     def __post_init__(self):
-        if self.loss_decay_gamma <= 0: raise ValueError(f"DSparkLoss: loss_decay_gamma={self.loss_decay_gamma} must be above 0")
+        if self.loss_decay_gamma <= 0: raise ValueError(f"DSparkLoss: loss_decay_gamma={self.loss_decay_gamma} must "
+                                                        f"be above 0")
 
     def slot_weights(self, block_size:int)->torch.Tensor: # fp32 [K]
         "exp(-k/gamma)"
@@ -191,15 +197,19 @@ def _dspark_stats(blocks, slots, w_M, found, confidence)->dict:
     "Sums a slot position, and expected tokens a block"
     K = blocks.block_size
     at = lambda x: torch.zeros(K, device=x.device).index_add_(0, slots, x)
-    accept_NK = torch.zeros(blocks.supervised_NK.shape, device=w_M.device).masked_scatter_(blocks.supervised_NK, found.accept_M)
+    accept_NK = torch.zeros(blocks.supervised_NK.shape, device=w_M.device).masked_scatter_(blocks.supervised_NK,
+        found.accept_M)
     agree_NK = torch.zeros_like(accept_NK).masked_scatter_(blocks.supervised_NK, found.agree_M)
     real = blocks.supervised_NK.any(1)
-    stats = dict(slots=at(torch.ones_like(w_M)), accept=at(found.accept_M), agree=at(found.agree_M), blocks=real.sum().float(),
-                 tau_probabilistic=(1 + accept_NK.cumprod(1).sum(1))[real].sum(), tau_greedy=(1 + agree_NK.cumprod(1).sum(1))[real].sum(),
+    stats = dict(slots=at(torch.ones_like(w_M)), accept=at(found.accept_M), agree=at(found.agree_M),
+                 blocks=real.sum().float(),
+                 tau_probabilistic=(1 + accept_NK.cumprod(1).sum(1))[real].sum(),
+                 tau_greedy=(1 + agree_NK.cumprod(1).sum(1))[real].sum(),
                  weight=w_M.sum(), ce=(w_M*found.ce_M).sum(), tv=(w_M*found.tv_M).sum())
     if confidence is not None:
         c,bce = confidence
-        stats |= dict(confidence=(w_M*bce).sum(), confidence_abs_error=at((c - found.accept_M).abs()), confidence_bias=at(c - found.accept_M))
+        stats |= dict(confidence=(w_M*bce).sum(), confidence_abs_error=at((c - found.accept_M).abs()),
+                      confidence_bias=at(c - found.accept_M))
     return stats
 
 # %% ../../nbs/30_losses.ipynb #c022
@@ -225,7 +235,8 @@ def eagle3_loss(
         keep = eagle3_slots(batch['loss_mask'], s)
         rows,at = keep.nonzero(as_tuple=True)
         w = torch.full((len(rows),), draft.config.step_loss_decay**s, device=h_BSH.device)
-        x = terms(draft.norm(h_BSH)[keep], None, None, draft.lm_head.weight, last[rows, at + 1 + s].to(draft.dtype), ids[rows, at + 2 + s],
+        x = terms(draft.norm(h_BSH)[keep], None, None, draft.lm_head.weight, last[rows, at + 1 + s].to(draft.dtype),
+                  ids[rows, at + 2 + s],
                   dict(w_soft=w), draft.softcap)
         total = total + x.total + 0*h_BSH.float().sum() # the zero keeps a batch without slots in the graph
         found.append((keep, w, x))
@@ -234,11 +245,14 @@ def eagle3_loss(
 @torch.no_grad()
 def _eagle3_stats(found:list, K:int)->dict:
     "Sums a step, and expected tokens a chain of steps from one position"
-    def whole(name): return torch.stack([torch.zeros(keep.shape, device=w.device).masked_scatter_(keep, getattr(x, name)) for keep,w,x in found], -1)
+    def whole(name): return torch.stack([torch.zeros(keep.shape, device=w.device).masked_scatter_(keep, getattr(x,
+        name)) for keep,w,x in found], -1)
     accept_BSK,agree_BSK,real = whole('accept_M'),whole('agree_M'),found[0][0]
-    stats = dict(slots=torch.stack([keep.sum().float() for keep,_,_ in found]), accept=accept_BSK.sum((0, 1)), agree=agree_BSK.sum((0, 1)),
+    stats = dict(slots=torch.stack([keep.sum().float() for keep,_,_ in found]), accept=accept_BSK.sum((0, 1)),
+                 agree=agree_BSK.sum((0, 1)),
                  blocks=real.sum().float(), weight=sum(w.sum() for _,w,_ in found))
-    for name,x in (('tau_probabilistic', accept_BSK), ('tau_greedy', agree_BSK)): stats[name] = (1 + x.cumprod(-1).sum(-1))[real].sum()
+    for name,x in (('tau_probabilistic', accept_BSK), ('tau_greedy', agree_BSK)):
+        stats[name] = (1 + x.cumprod(-1).sum(-1))[real].sum()
     return stats | {name: sum((w*getattr(x, f'{name}_M')).sum() for _,w,x in found) for name in ('ce', 'tv', 'soft_ce')}
 
 # %% ../../nbs/30_losses.ipynb #c027

@@ -26,7 +26,8 @@ class OptimConfig:
     max_grad_norm:float=1. # Gradients are scaled down to this norm
 
     def __post_init__(self):
-        if not 0 <= self.warmup_ratio <= 1: raise ValueError(f"OptimConfig: warmup_ratio={self.warmup_ratio} must be between 0 and 1")
+        if not 0 <= self.warmup_ratio <= 1: raise ValueError(f"OptimConfig: warmup_ratio={self.warmup_ratio} must be "
+                                                             f"between 0 and 1")
         if self.lr <= 0: raise ValueError(f"OptimConfig: lr={self.lr} must be above 0")
         if self.max_grad_norm <= 0: raise ValueError(f"OptimConfig: max_grad_norm={self.max_grad_norm} must be above 0")
 
@@ -57,7 +58,8 @@ class MasterAdamW:
     ):
         self.config,self.num_steps = config,num_steps
         self.params = {n: p for n,p in model.named_parameters() if p.requires_grad}
-        self.masters = {n: p if p.dtype == torch.float32 else nn.Parameter(p.detach().float()) for n,p in self.params.items()}
+        self.masters = {n: p if p.dtype == torch.float32 else nn.Parameter(p.detach().float()) for n,
+                        p in self.params.items()}
         self.sharded = any(isinstance(p, DTensor) for p in self.params.values())
         self.adam = torch.optim.AdamW(self.masters.values(), lr=config.lr, betas=(config.beta1, config.beta2),
                                       weight_decay=config.weight_decay, fused=not self.sharded)
@@ -85,7 +87,8 @@ class MasterAdamW:
         torch._foreach_mul_(grads, scale)
         norm = nn.utils.get_total_norm(grads)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        if not math.isfinite(norm := norm.item()): raise ValueError(f"step {step}: gradient norm is {norm}; check the features for NaN or Inf, or lower lr")
+        if not math.isfinite(norm := norm.item()): raise ValueError(f"step {step}: gradient norm is {norm}; check the "
+                                                                    f"features for NaN or Inf, or lower lr")
         if norm > self.config.max_grad_norm: torch._foreach_mul_(grads, self.config.max_grad_norm/norm)
         self.adam.param_groups[0]['lr'] = learning_rate(step, self.num_steps, self.config)
         self.adam.step()
@@ -104,7 +107,8 @@ class MasterAdamW:
     def load_state(self, state:dict, step:int):
         "Restore `state()` of a run that has made `step` steps; `ValueError` if it belongs to another model"
         if set(state) != set(self.masters):
-            raise ValueError(f"optimizer state holds other parameters ({sorted(set(state) ^ set(self.masters))[:3]} ...); resume with the recipe of that run")
+            raise ValueError(f"optimizer state holds other parameters ({sorted(set(state) ^ set(self.masters))[:3]} "
+                             f"...); resume with the recipe of that run")
         for n,m in self.masters.items():
             m.copy_(_like(state[n]['master'], m))
             if self.params[n] is not m: self.params[n].copy_(m)

@@ -31,7 +31,8 @@ TARGETS = dict(
 
 def _public(name:str, target:str, draft, loss)->Recipe:
     "A recipe with the optimizer and batch of the public drafts"
-    return Recipe(name=name, target=TARGETS[target][0], draft=draft, loss=loss, optim=OptimConfig(), training=TrainConfig())
+    return Recipe(name=name, target=TARGETS[target][0], draft=draft, loss=loss, optim=OptimConfig(),
+                  training=TrainConfig())
 
 def _dspark(target:str, **choices)->DSparkConfig:
     "A DSpark draft of a named target"
@@ -44,7 +45,8 @@ def _eagle3(target:str, **choices)->Eagle3Config:
 
 def without_heads(recipe:Recipe, name:str)->Recipe:
     "DFlash: the same draft without sequential and confidence head, trained on cross-entropy alone"
-    draft = replace(recipe.draft, markov_head_type=None, enable_confidence_head=False, confidence_head_with_markov=False)
+    draft = replace(recipe.draft, markov_head_type=None, enable_confidence_head=False,
+                    confidence_head_with_markov=False)
     return replace(recipe, name=name, draft=draft, loss=replace(recipe.loss, ce_loss_alpha=1., l1_loss_alpha=0.))
 
 # %% ../../nbs/34_recipes.ipynb #c008
@@ -88,12 +90,14 @@ def eagle3_gemma4_12b()->Recipe:
     return _public('eagle3_gemma4_12b', 'gemma4_12b', _eagle3('gemma4_12b'), None)
 
 # %% ../../nbs/34_recipes.ipynb #c010
-LAPTOP = TrainConfig(max_steps=300, global_batch_size=8, micro_batch_size=8, max_length=512, dtype='auto', save_steps=100, warm_start=True)
+LAPTOP = TrainConfig(max_steps=300, global_batch_size=8, micro_batch_size=8, max_length=512, dtype='auto',
+                     save_steps=100, warm_start=True)
 
 def dspark_smollm2_135m()->Recipe:
     "DSpark for SmolLM2-135M, sized for a few minutes on two cores"
     draft = _dspark('smollm2_135m', num_hidden_layers=2, num_anchors=24, markov_rank=64)
-    return Recipe(name='dspark_smollm2_135m', target='smollm2_135m', draft=draft, loss=DSparkLoss(ce_loss_alpha=1.), optim=OptimConfig(lr=2e-3),
+    return Recipe(name='dspark_smollm2_135m', target='smollm2_135m', draft=draft, loss=DSparkLoss(ce_loss_alpha=1.),
+                  optim=OptimConfig(lr=2e-3),
                   training=LAPTOP)
 def dflash_smollm2_135m()->Recipe:
     "DFlash for SmolLM2-135M, sized for a few minutes on two cores"
@@ -102,14 +106,17 @@ def dflash_smollm2_135m()->Recipe:
 def eagle3_smollm2_135m()->Recipe:
     "Eagle3 for SmolLM2-135M; every token is trained at every step, so the batch is smaller"
     training = replace(LAPTOP, global_batch_size=2, micro_batch_size=2, warm_start=False)
-    return Recipe(name='eagle3_smollm2_135m', target='smollm2_135m', draft=_eagle3('smollm2_135m', ttt_length=4), loss=None,
+    return Recipe(name='eagle3_smollm2_135m', target='smollm2_135m', draft=_eagle3('smollm2_135m', ttt_length=4),
+                  loss=None,
                   optim=OptimConfig(lr=1e-3), training=training)
 
 def dspark_toy()->Recipe:
     "DSpark for a toy target, seconds"
     draft = _dspark('toy', num_hidden_layers=1, block_size=4, num_anchors=8, markov_rank=8)
-    training = TrainConfig(max_steps=20, global_batch_size=4, micro_batch_size=2, max_length=256, dtype='fp32', save_steps=10)
-    return Recipe(name='dspark_toy', target='toy', draft=draft, loss=DSparkLoss(), optim=OptimConfig(lr=3e-3), training=training)
+    training = TrainConfig(max_steps=20, global_batch_size=4, micro_batch_size=2, max_length=256, dtype='fp32',
+                           save_steps=10)
+    return Recipe(name='dspark_toy', target='toy', draft=draft, loss=DSparkLoss(), optim=OptimConfig(lr=3e-3),
+                  training=training)
 def dflash_toy()->Recipe:
     "DFlash for a toy target, seconds"
     return without_heads(dspark_toy(), 'dflash_toy')

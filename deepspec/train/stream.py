@@ -54,7 +54,8 @@ def micro_batches(
 )->list: # Lists of stream positions
     "Positions that one rank works on in one step; `ValueError` if the batch cannot be dealt out evenly"
     if global_batch_size % world_size:
-        raise ValueError(f"global_batch_size={global_batch_size} cannot be dealt out to {world_size} ranks; use a multiple of {world_size}")
+        raise ValueError(f"global_batch_size={global_batch_size} cannot be dealt out to {world_size} ranks; use a "
+                         f"multiple of {world_size}")
     own = range(step*global_batch_size + rank, (step + 1)*global_batch_size, world_size)
     return [list(own[i:i+micro_batch_size]) for i in range(0, len(own), micro_batch_size)]
 
@@ -65,10 +66,12 @@ class SampleStream(torch.utils.data.Dataset):
         dataset, # Samples by index: a `CacheDataset`, or any sequence of dicts
         seed:int, # The run's seed
     ):
-        if not len(dataset): raise ValueError("the training data holds no sample; check the rejects of the earlier steps")
+        if not len(dataset): raise ValueError("the training data holds no sample; check the rejects of the earlier "
+                                              "steps")
         self.dataset,self.seed = dataset,seed
 
-    def __getitem__(self, position:int): return position, self.dataset[sample_at(position, len(self.dataset), self.seed)]
+    def __getitem__(self, position:int): return position, self.dataset[sample_at(position, len(self.dataset),
+        self.seed)]
 
 class StreamCollator:
     "Batches of (position, sample) pairs: cut to `max_length`, padded, with `positions` and the blocks of a block draft"
@@ -87,7 +90,8 @@ class StreamCollator:
         cut = [{k: v[:self.max_length] for k,v in s.items()} for s in samples]
         batch = self.pad(cut) if 'target_hidden_states' in cut[0] else pad_tokens(cut)
         if self.num_anchors: # anchors want to be drawn where the ids still are on the CPU
-            batch['blocks'] = make_blocks(batch['input_ids'], batch['loss_mask'], self.num_anchors, self.block_size, self.seed, positions)
+            batch['blocks'] = make_blocks(batch['input_ids'], batch['loss_mask'], self.num_anchors, self.block_size,
+                                          self.seed, positions)
         return batch | dict(positions=positions)
 
 def pad_tokens(
@@ -95,7 +99,8 @@ def pad_tokens(
 )->dict: # input_ids int32, attention_mask and loss_mask uint8, all [B, S]
     "A padded batch whose hidden states will be captured online"
     longest = max(len(s['input_ids']) for s in samples)
-    batch = {k: torch.zeros(len(samples), longest, dtype=d) for k,d in (('input_ids', torch.int32), ('attention_mask', torch.uint8), ('loss_mask', torch.uint8))}
+    batch = {k: torch.zeros(len(samples), longest, dtype=d) for k,d in (('input_ids', torch.int32), ('attention_mask',
+        torch.uint8), ('loss_mask', torch.uint8))}
     for i,s in enumerate(samples):
         n = len(s['input_ids'])
         batch['attention_mask'][i, :n] = 1

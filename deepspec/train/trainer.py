@@ -56,7 +56,8 @@ def process_group(device:str|None=None):
     world,local = int(os.environ.get('WORLD_SIZE', 1)),int(os.environ.get('LOCAL_RANK', 0))
     kind = device or ('cuda' if torch.cuda.is_available() else 'cpu')
     if kind == 'cuda' and local >= torch.cuda.device_count():
-        raise ValueError(f"rank {local} has no GPU ({torch.cuda.device_count()} here); start at most one process a GPU, or pass device='cpu'")
+        raise ValueError(f"rank {local} has no GPU ({torch.cuda.device_count()} here); start at most one process a "
+                         f"GPU, or pass device='cpu'")
     place = torch.device(kind, local) if kind == 'cuda' else torch.device(kind)
     if kind == 'cuda': torch.cuda.set_device(place)
     if world == 1:
@@ -159,7 +160,9 @@ class MetricsLog:
         self.file.write(json.dumps(record) + '\n')
         self.file.flush()
         scalars = {}
-        for k,v in record.items(): scalars |= {f'{k}/{i + 1}': x for i,x in enumerate(v)} if isinstance(v, list) else {k: v} if isinstance(v, (int, float)) else {}
+        for k,v in record.items():
+            if isinstance(v, list): scalars |= {f'{k}/{i + 1}': x for i,x in enumerate(v)}
+            elif isinstance(v, (int, float)): scalars[k] = v
         for k,v in scalars.items(): self.board.add_scalar(k, v, record['step'])
         if self.tracker: self.tracker.log(scalars, step=record['step'])
 
@@ -211,7 +214,8 @@ def train_step(
         total.backward()
         optimizer.accumulate()
         timed('backward_s', t)
-        stats = stats | dict(total=total.detach(), denominator=weight, tokens=batch['attention_mask'].sum(dtype=torch.float32))
+        stats = stats | dict(total=total.detach(), denominator=weight,
+                             tokens=batch['attention_mask'].sum(dtype=torch.float32))
         sums = {k: sums[k] + v if sums else v for k,v in stats.items()}
     t = time.perf_counter()
     sums = ranks.sum(sums | dict(stop=torch.tensor(float(bool(asked)), device=ranks.device)))
@@ -227,14 +231,18 @@ def step_record(
     step_s:float, # Wall time of the step
 )->dict: # A line of metrics.jsonl
     "Readable numbers of one step"
-    own = ('total', 'denominator', 'tokens', 'stop', 'grad_norm', 'loader_wait_s', 'forward_loss_s', 'backward_s', 'optimizer_s')
+    own = ('total', 'denominator', 'tokens', 'stop', 'grad_norm', 'loader_wait_s', 'forward_loss_s', 'backward_s',
+           'optimizer_s')
     denominator = found['denominator'].item()
-    record = dict(step=step, epoch=round(epoch, 4), loss=found['total'].item()/max(denominator, 1e-12), lr=lr, grad_norm=found['grad_norm'],
-                  tokens_per_s=found['tokens'].item()/step_s, step_s=step_s, **{k: found[k] for k in own if k.endswith('_s')})
+    record = dict(step=step, epoch=round(epoch, 4), loss=found['total'].item()/max(denominator, 1e-12), lr=lr,
+                  grad_norm=found['grad_norm'],
+                  tokens_per_s=found['tokens'].item()/step_s, step_s=step_s,
+                  **{k: found[k] for k in own if k.endswith('_s')})
     return record | readable_stats({k: v for k,v in found.items() if k not in own})
 
 # %% ../../nbs/33_trainer.ipynb #c023
-FREE_SETTINGS = ('micro_batch_size', 'num_workers', 'log_steps', 'save_steps', 'keep_last', 'eval_steps', 'parallel', 'compile', 'loss_chunk',
+FREE_SETTINGS = ('micro_batch_size', 'num_workers', 'log_steps', 'save_steps', 'keep_last', 'eval_steps', 'parallel',
+                 'compile', 'loss_chunk',
                  'gradient_checkpointing', 'tracker')
 
 def claim_run(
@@ -246,20 +254,26 @@ def claim_run(
     mine,path = recipe_to_dict(recipe),out_dir/'config.json'
     if path.exists():
         theirs = read_json(path).get('recipe', {})
-        binding = lambda r: {f'{a}.{b}': v for a,part in r.items() if isinstance(part, dict) for b,v in part.items() if b not in FREE_SETTINGS}
+        binding = lambda r: {f'{a}.{b}': v for a,part in r.items() if isinstance(part, dict)
+                             for b,v in part.items() if b not in FREE_SETTINGS}
         old,new = binding(theirs),binding(mine)
-        if differ := [f'{k}: {old.get(k)!r} there, {new.get(k)!r} now' for k in sorted(old.keys() | new.keys()) if old.get(k) != new.get(k)]:
-            raise ValueError(f"{out_dir}: holds a run of another configuration ({'; '.join(differ[:4])}); use another folder")
+        if differ := [f'{k}: {old.get(k)!r} there, {new.get(k)!r} now' for k in sorted(old.keys() | new.keys())
+                      if old.get(k) != new.get(k)]:
+            raise ValueError(f"{out_dir}: holds a run of another configuration ({'; '.join(differ[:4])}); use another "
+                             f"folder")
     found = latest_checkpoint(out_dir) if out_dir.exists() else None
-    if found and not resume: raise ValueError(f"{out_dir}: holds checkpoints already ({found.name}); resume, or use another folder")
+    if found and not resume: raise ValueError(f"{out_dir}: holds checkpoints already ({found.name}); resume, or use "
+                                              f"another folder")
     return found
 
 # %% ../../nbs/33_trainer.ipynb #c025
 class Trainer:
     "A run: `Trainer(...).run()`"
-    def __init__(self, recipe:Recipe, target:Target, dataset, out_dir:Path, ranks:Ranks, resume_from:Path|None, evaluate=None, online:bool=False):
+    def __init__(self, recipe:Recipe, target:Target, dataset, out_dir:Path, ranks:Ranks, resume_from:Path|None,
+                 evaluate=None, online:bool=False):
         t = recipe.training
-        self.recipe,self.target,self.out_dir,self.ranks,self.evaluate,self.online = recipe,target,Path(out_dir),ranks,evaluate,online
+        self.recipe,self.target,self.out_dir,self.ranks = recipe,target,Path(out_dir),ranks
+        self.evaluate,self.online = evaluate,online
         self.num_samples,self.stream = len(dataset),SampleStream(dataset, t.seed)
         self.total = t.max_steps or num_steps(len(dataset), t.epochs, t.global_batch_size)
         draft = draft_from_target(target, recipe.draft, t.seed)
@@ -272,22 +286,26 @@ class Trainer:
         "Go on from a checkpoint; `ValueError` if the data or the length of the run changed"
         state = load_training_state(folder)
         for k,now in (('num_samples', self.num_samples), ('total', self.total)):
-            if state[k] != now: raise ValueError(f"{folder}: its run had {k}={state[k]}, now {now}; the stream of samples or the schedule would jump, use another folder")
+            if state[k] != now: raise ValueError(f"{folder}: its run had {k}={state[k]}, now {now}; the stream of "
+                                                 f"samples or the schedule would jump, use another folder")
         self.step,self.saved = state['step'],folder
         self.optimizer.load_state(state['optimizer'], self.step)
 
     def save(self)->Path|None: # The folder, on rank 0
         "Checkpoint at this step; every rank must call it"
-        weights,state = whole_weights(self.module.draft),dict(step=self.step, num_samples=self.num_samples, total=self.total, optimizer=self.optimizer.state())
+        weights,state = whole_weights(self.module.draft),dict(step=self.step, num_samples=self.num_samples,
+                                                              total=self.total, optimizer=self.optimizer.state())
         if self.ranks.rank == 0:
-            self.saved = save_checkpoint(self.out_dir, self.step, self.module.draft, weights, state, recipe_to_dict(self.recipe), self.recipe.training.keep_last)
+            self.saved = save_checkpoint(self.out_dir, self.step, self.module.draft, weights, state,
+                                         recipe_to_dict(self.recipe), self.recipe.training.keep_last)
         self.ranks.wait()
         return self.saved
 
     def batches(self):
         "Callables that give this rank's micro-batches, step after step"
         t,r,d = self.recipe.training,self.ranks,self.recipe.draft
-        plan = [micro_batches(s, t.global_batch_size, t.micro_batch_size, r.rank, r.world_size) for s in range(self.step, self.total)]
+        plan = [micro_batches(s, t.global_batch_size, t.micro_batch_size, r.rank, r.world_size)
+                for s in range(self.step, self.total)]
         blocks = (d.num_anchors, d.block_size) if isinstance(d, DSparkConfig) else (None, 0)
         collator = StreamCollator(t.max_length, t.seed, *blocks, pin_memory=r.device.type == 'cuda')
         source = iter(stream_batches(self.stream, [m for s in plan for m in s], collator, r.device, t.num_workers))
@@ -312,14 +330,17 @@ class Trainer:
         t,main = self.recipe.training,self.ranks.rank == 0
         log = MetricsLog(self.out_dir, self.step, t.tracker, recipe_to_dict(self.recipe)) if main else None
         record,stop = {},False
-        with stop_requests() as asked, Progress(self.total, 'train', 'steps') if main else contextlib.nullcontext() as bar:
+        progress = Progress(self.total, 'train', 'steps') if main else contextlib.nullcontext()
+        with stop_requests() as asked, progress as bar:
             if main and self.step: bar.update(self.step)
             for batches in self.batches():
                 began = time.perf_counter()
                 found = train_step(self.module, self.optimizer, batches, self.step, self.ranks, asked)
-                lr,self.step,stop = learning_rate(self.step, self.total, self.recipe.optim),self.step + 1,bool(found['stop'])
+                lr,stop = learning_rate(self.step, self.total, self.recipe.optim),bool(found['stop'])
+                self.step += 1
                 if main:
-                    record = step_record(self.step, found, lr, self.step*t.global_batch_size/self.num_samples, time.perf_counter() - began)
+                    record = step_record(self.step, found, lr, self.step*t.global_batch_size/self.num_samples,
+                                         time.perf_counter() - began)
                     if self.step % t.log_steps == 0 or self.step == self.total: log.write(record)
                     bar.update(1, loss=f"{record['loss']:.3f}", tau=f"{record['tau_probabilistic']:.2f}")
                 if self.evaluate and t.eval_steps and self.step % t.eval_steps == 0: self.measure(log)
@@ -341,11 +362,13 @@ class TrainSummary:
 
 def _training_data(recipe, target, cache, samples):
     "The data set and whether hidden states are captured online; `ValueError` unless there is exactly one source"
-    if (cache is None) == (samples is None): raise ValueError("train: give either cache= (hidden states on disk) or samples= (captured online), not both or neither")
+    if (cache is None) == (samples is None): raise ValueError("train: give either cache= (hidden states on disk) or "
+                                                              "samples= (captured online), not both or neither")
     if samples is not None: return samples, True
     if not isinstance(cache, (str, os.PathLike)): return cache, False
     if '://' not in str(cache):
-        validate_train_cache(cache, target_layer_ids=recipe.draft.target_layer_ids, hidden_size=target.hidden_size, target_model_name_or_path=recipe.target)
+        validate_train_cache(cache, target_layer_ids=recipe.draft.target_layer_ids, hidden_size=target.hidden_size,
+                             target_model_name_or_path=recipe.target)
     return CacheDataset(cache), False
 
 def train(
@@ -369,11 +392,13 @@ def train(
         if ranks.rank == 0:
             out_dir.mkdir(parents=True, exist_ok=True)
             write_json(out_dir/'config.json', dict(recipe=recipe_to_dict(recipe)))
-            write_json(out_dir/'run.json', run_record(recipe=recipe_to_dict(recipe), world_size=ranks.world_size, device=str(ranks.device)))
+            write_json(out_dir/'run.json', run_record(recipe=recipe_to_dict(recipe), world_size=ranks.world_size,
+                                                      device=str(ranks.device)))
         if online: target.model.to(ranks.device)
         trainer = Trainer(recipe, target, dataset, out_dir, ranks, resume_from, evaluate, online)
         last = trainer.run() if trainer.step < trainer.total else {}
-        return TrainSummary(checkpoint=str(trainer.saved or ''), steps=trainer.step, num_samples=len(dataset), seconds=time.monotonic() - began,
+        return TrainSummary(checkpoint=str(trainer.saved or ''), steps=trainer.step, num_samples=len(dataset),
+                            seconds=time.monotonic() - began,
                             finished=not last.pop('stopped', False), last=last)
 
 # %% ../../nbs/33_trainer.ipynb #c038
@@ -389,13 +414,16 @@ def launch(
     "Run `train` in `nproc` processes by torchrun; `RuntimeError` with its exit code if that fails"
     out_dir = Path(out_dir)
     job,result = out_dir/'job.json',out_dir/'summary.json'
-    write_json(job, dict(recipe=recipe_to_dict(recipe), out_dir=str(out_dir), cache=str(cache), device=device, evaluate=evaluate))
+    write_json(job, dict(recipe=recipe_to_dict(recipe), out_dir=str(out_dir), cache=str(cache), device=device,
+                         evaluate=evaluate))
     result.unlink(missing_ok=True)
-    command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={nproc}', '-m', 'deepspec.train.trainer', '--job', str(job)]
+    command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={nproc}', '-m',
+               'deepspec.train.trainer', '--job', str(job)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         for line in process.stdout: print(line, end='', flush=True)
     if process.returncode or not result.exists():
-        raise RuntimeError(f"torchrun ended with code {process.returncode}; its output above says why ({' '.join(command)})")
+        raise RuntimeError(f"torchrun ended with code {process.returncode}; its output above says why "
+                           f"({' '.join(command)})")
     return TrainSummary(**read_json(result))
 
 def main(argv=None):
