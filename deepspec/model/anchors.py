@@ -89,8 +89,8 @@ def make_blocks(
 )->Blocks: # N >= 1 blocks
     "Blocks at randomly drawn anchors, a function of `seed` and each row's stream position"
     eligible = eligible_anchors(loss_mask_BS)
-    drawn = [sample_anchors(e, num_anchors, position_generator(seed, int(p))) for e,
-             p in zip(eligible, positions_B, strict=True)]
+    drawn = [sample_anchors(e, num_anchors, position_generator(seed, int(p))) for e,p in zip(eligible, positions_B,
+        strict=True)]
     rows = torch.repeat_interleave(torch.arange(len(drawn)), torch.tensor([len(d) for d in drawn]))
     anchors = torch.cat(drawn)
     if len(anchors): return blocks_at(input_ids_BS, loss_mask_BS, rows, anchors, block_size)

@@ -49,8 +49,8 @@ class DraftModel(nn.Module):
         generator = torch.Generator().manual_seed(seed)
         for name,p in self.named_parameters():
             if name.endswith('bias'): nn.init.zeros_(p) # torch's own start for them is random
-            elif p.ndim > 1 and p.requires_grad:
-                p.data.copy_(torch.randn(p.shape, generator=generator)*self.config.initializer_range)
+            elif p.ndim > 1 and p.requires_grad: p.data.copy_(torch.randn(p.shape,
+                generator=generator)*self.config.initializer_range)
 
     def copy_frozen(self, target:Target):
         "Take the target's embedding and head; `ValueError` if their shapes differ"
@@ -70,7 +70,8 @@ class DraftModel(nn.Module):
         return logits if self.softcap is None else torch.tanh(logits/self.softcap)*self.softcap
 
     def save_pretrained(self, folder, state:dict|None=None, dtype:torch.dtype=torch.bfloat16):
-        "Write `config.json` and `model.safetensors` (from `state`, where a sharded run gathered it)"
+        """Write `config.json` and `model.safetensors` (`state` instead of the own weights, where a sharded run
+        gathered them)"""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         config = self.config.to_dict() | dict(architectures=[f'{self.family.prefix}{self.kind}Model'],
@@ -85,8 +86,8 @@ def read_draft_config(
 )->PretrainedConfig: # With the draft's own keys
     "config.json of a draft; `ValueError` if the folder holds none or one of an ordinary model"
     path = Path(folder)/'config.json'
-    if not path.exists():
-        raise ValueError(f"{folder}: holds no config.json; name a draft folder such as runs/x/train/step_latest")
+    if not path.exists(): raise ValueError(f"{folder}: holds no config.json; name a draft folder such as "
+                                           f"runs/x/train/step_latest")
     config = AutoConfig.from_pretrained(folder)
     if not hasattr(config, 'target_layer_ids'):
         raise ValueError(f"{path}: has no target_layer_ids, so it is no draft; name a folder that training wrote")
@@ -98,8 +99,8 @@ def load_weights(
 ):
     "Fill `model` from `model.safetensors`; `ValueError` names every missing, unexpected or misshapen weight"
     path = Path(folder)/'model.safetensors'
-    if not path.exists():
-        raise ValueError(f"{folder}: holds no model.safetensors; the checkpoint is incomplete, take another step")
+    if not path.exists(): raise ValueError(f"{folder}: holds no model.safetensors; the checkpoint is incomplete, take "
+                                           f"another step")
     state,want = load_file(path),model.state_dict()
     wrong = [f'missing {k}' for k in want if k not in state] + [f'unexpected {k}' for k in state if k not in want]
     wrong += [f'{k} has shape {tuple(state[k].shape)}, wanted {tuple(v.shape)}' for k,

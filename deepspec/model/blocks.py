@@ -133,7 +133,8 @@ def apply_rope(
 
 # %% ../../nbs/24_draft_blocks.ipynb #c021
 class DraftAttention(nn.Module):
-    "Qwen3's attention with keys from the context and from the block; `width` inputs, by default the hidden size"
+    """Qwen3's attention with keys from the context and from the block; `width` inputs, the hidden size unless
+    said otherwise"""
     def __init__(self, config:PretrainedConfig, width:int|None=None):
         super().__init__()
         H,d = config.hidden_size,config.head_dim
@@ -179,8 +180,8 @@ def layout_parts(
 )->list: # Pairs of the number of blocks and their ContextLayout
     "The blocks as parts to be worked on one after another"
     n = part_size or len(starts_N)
-    return [(len(starts_N[i:i+n]), context_layout(starts_N[i:i+n], anchors_N[i:i+n], block_size, device))
-            for i in range(0, len(starts_N), n)]
+    return [(len(starts_N[i:i+n]), context_layout(starts_N[i:i+n], anchors_N[i:i+n], block_size,
+                                                  device)) for i in range(0, len(starts_N), n)]
 
 def run_parts(slots, h_NKH, context_kv, rope_NK, parts)->torch.Tensor: # [N, K, H]
     "`slots` over all parts; several parts are recomputed in backward"

@@ -132,8 +132,7 @@ class DSparkModel(DraftModel):
         self.markov_head = self.confidence_head = None
         # recompute activations in backward: flat memory, a third more time in the layers
         self.gradient_checkpointing = False
-        if config.markov_head_type is not None:
-            self.markov_head = MARKOV_HEADS[config.markov_head_type](config.vocab_size, r, H)
+        if (name := config.markov_head_type) is not None: self.markov_head = MARKOV_HEADS[name](config.vocab_size, r, H)
         if config.enable_confidence_head:
             self.confidence_head = ConfidenceHead(H + r*config.confidence_head_with_markov)
 
@@ -148,7 +147,8 @@ class DSparkModel(DraftModel):
 
     @torch.no_grad()
     def warm_start(self, target:Target):
-        "Start from the target: its last layers, its last captured layer as context, its embedding's main directions as W1"
+        """Start from what the target knows: its last layers, its last captured layer as context, its embedding's
+        main directions as W1"""
         for mine,theirs in zip(self.layers, target.backbone.layers[-len(self.layers):]):
             own = mine.state_dict()
             mine.load_state_dict({k: v for k,v in theirs.state_dict().items() if k in own and own[k].shape == v.shape},
@@ -263,8 +263,8 @@ class DSparkProposer:
         draft = self.draft
         if not 1 <= num_tokens <= draft.block_size:
             raise ValueError(f"propose: num_tokens={num_tokens} must be 1 to the draft's block_size {draft.block_size}")
-        if self.cache[0] is None:
-            raise ValueError("propose: no context yet; call extend with the prompt's hidden states first")
+        if self.cache[0] is None: raise ValueError("propose: no context yet; call extend with the prompt's hidden "
+                                                   "states first")
         B,room = len(anchor_B),self.cache[0][0].shape[1]
         parts = layout_parts([b*room for b in range(B)], self.lengths, draft.block_size, draft.device)
         positions = torch.tensor(self.lengths, device=draft.device)[:, None] + torch.arange(draft.block_size,

@@ -32,8 +32,8 @@ class Eagle3Config:
         object.__setattr__(self, 'target_layer_ids', tuple(self.target_layer_ids))
         for k in ('ttt_length', 'draft_num_hidden_layers'):
             if getattr(self, k) < 1: raise ValueError(f"Eagle3Config: {k}={getattr(self, k)} must be at least 1")
-        if not 0 < self.step_loss_decay <= 1:
-            raise ValueError(f"Eagle3Config: step_loss_decay={self.step_loss_decay} must be above 0 and at most 1")
+        if not 0 < self.step_loss_decay <= 1: raise ValueError(f"Eagle3Config: step_loss_decay={self.step_loss_decay} "
+                                                               f"must be above 0 and at most 1")
 
 def eagle3_config(
     target_config:PretrainedConfig, # The target's text config
@@ -90,8 +90,8 @@ class Eagle3Layer(nn.Module):
         super().__init__()
         family,H = draft_family(config.model_type),config.hidden_size
         self.self_attn,self.mlp = family.attention(config, 2*H),family.mlp(config)
-        for name in ('hidden_norm', 'input_layernorm', 'post_attention_layernorm'):
-            setattr(self, name, family.norm(H, eps=config.rms_norm_eps))
+        for name in ('hidden_norm', 'input_layernorm', 'post_attention_layernorm'): setattr(self, name, family.norm(H,
+            eps=config.rms_norm_eps))
 
     def forward(self, embed, h, rope, attend, past=None):
         "The new hidden state and this pass's keys and values; `attend(queries, kv, past)` decides who is seen"
@@ -132,8 +132,8 @@ class Eagle3Model(DraftModel):
     def _run(self, layer, embed, h, rope, past):
         "One layer on one step, recomputed in backward if asked"
         attend = lambda q, kv, past: ttt_attention(q, [*past, kv], layer.self_attn.scale)
-        if self.gradient_checkpointing and self.training:
-            return checkpoint(layer, embed, h, rope, attend, past, use_reentrant=False)
+        if self.gradient_checkpointing and self.training: return checkpoint(layer, embed, h, rope, attend, past,
+            use_reentrant=False)
         return layer(embed, h, rope, attend, past)
 
     def proposer(self, batch_size:int): # See `Proposal`
@@ -176,8 +176,9 @@ class Eagle3Proposer:
                 k,v = self._write(i, kv, at_Bn)
                 seen = torch.arange(k.shape[1], device=k.device) <= at_Bn[..., None]
                 q,k,v = (x.transpose(1, 2) for x in (q, k, v))
-                o = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen[:,
-                    None], scale=layer.self_attn.scale, enable_gqa=q.shape[1] != k.shape[1])
+                o = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None],
+                                                               scale=layer.self_attn.scale,
+                                                               enable_gqa=q.shape[1] != k.shape[1])
                 return o.transpose(1, 2)
             h_BnH,_ = layer(embed_BnH, h_BnH, rope, attend)
         return h_BnH
@@ -211,14 +212,14 @@ class Eagle3Proposer:
         draft = self.draft
         if not 1 <= num_tokens <= draft.block_size:
             raise ValueError(f"propose: num_tokens={num_tokens} must be 1 to the draft's ttt_length {draft.block_size}")
-        if self.last_BH is None:
-            raise ValueError("propose: no context yet; call extend with the prompt's hidden states first")
+        if self.last_BH is None: raise ValueError("propose: no context yet; call extend with the prompt's hidden "
+                                                  "states first")
         h_BH,tokens,probs = self.last_BH,[],[]
         for k in range(num_tokens):
             token,p = sample_tokens(draft.cap(draft.lm_head(draft.norm(h_BH))), temperature, generator)
             tokens.append(token)
             probs.append(p)
-            if k + 1 < num_tokens:
-                h_BH = self._run(draft.embed_tokens(token)[:, None], h_BH[:, None], (self.lengths + k)[:, None])[:, 0]
-        return Proposal(tokens_BK=torch.stack(tokens, 1),
-                        probs_BKV=None if probs[0] is None else torch.stack(probs, 1), confidence_logits_BK=None)
+            if k + 1 < num_tokens: h_BH = self._run(draft.embed_tokens(token)[:, None], h_BH[:, None],
+                                                    (self.lengths + k)[:, None])[:, 0]
+        return Proposal(tokens_BK=torch.stack(tokens, 1), probs_BKV=None if probs[0] is None else torch.stack(probs,
+            1), confidence_logits_BK=None)

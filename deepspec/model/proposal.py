@@ -25,8 +25,8 @@ def sample_tokens(
     generator:torch.Generator|None=None, # Where the randomness comes from
 )->tuple: # tokens int64 [B], and probs fp32 [B, V] or None at temperature 0
     "One token a row, and the distribution it was drawn from"
-    if temperature < 0:
-        raise ValueError(f"sample_tokens: temperature={temperature} is negative; use 0 for greedy drafting")
+    if temperature < 0: raise ValueError(f"sample_tokens: temperature={temperature} is negative; use 0 for greedy "
+                                         f"drafting")
     if temperature == 0: return logits_BV.argmax(-1), None
     probs = torch.softmax(logits_BV.float()/temperature, dim=-1)
     return torch.multinomial(probs, 1, generator=generator)[:, 0], probs

@@ -38,8 +38,8 @@ def checkpoints(
     out_dir, # Folder of a run
 )->list: # Paths, oldest first
     "Finished checkpoints `step_N` of a run; a folder gets this name only when it is whole"
-    found = [(int(m[1]), p) for p in Path(out_dir).glob('step_*') if (m := re.fullmatch(r'step_(\d+)', p.name))
-             and p.is_dir()]
+    found = [(int(m[1]), p) for p in Path(out_dir).glob('step_*') if (m := re.fullmatch(r'step_(\d+)',
+        p.name)) and p.is_dir()]
     return [p for _,p in sorted(found)]
 
 # %% ../../nbs/32_checkpoint.ipynb #c006
@@ -88,8 +88,8 @@ def load_training_state(
 )->dict: # What `save_checkpoint` got
     "Training state of a checkpoint; `ValueError` if the folder holds none"
     path = Path(folder)/'training_state.pt'
-    if not path.exists():
-        raise ValueError(f"{path}: no such file; the folder is a draft for serving, training cannot resume from it")
+    if not path.exists(): raise ValueError(f"{path}: no such file; the folder is a draft for serving, training cannot "
+                                           f"resume from it")
     try: return torch.load(path, map_location='cpu', weights_only=True)
-    except (RuntimeError, EOFError, pickle.UnpicklingError) as e:
-        raise ValueError(f"{path}: cannot be read ({str(e).splitlines()[0]}); resume from another step") from None
+    except (RuntimeError, EOFError, pickle.UnpicklingError) as e: raise ValueError(f"{path}: cannot be read "
+        f"({str(e).splitlines()[0]}); resume from another step") from None

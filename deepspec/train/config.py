@@ -42,10 +42,10 @@ class TrainConfig:
                   'keep_last'):
             if getattr(self, k) < 1: raise ValueError(f"TrainConfig: {k}={getattr(self, k)} must be at least 1")
         for k,known in (('dtype', ('bf16', 'fp32', 'auto')), ('parallel', ('ddp', 'fsdp'))):
-            if getattr(self, k) not in known:
-                raise ValueError(f"TrainConfig: {k}={getattr(self, k)!r}; choose {', '.join(known)}")
-        if self.epochs <= 0 and self.max_steps is None:
-            raise ValueError(f"TrainConfig: epochs={self.epochs} must be above 0")
+            if getattr(self, k) not in known: raise ValueError(f"TrainConfig: {k}={getattr(self, k)!r}; choose "
+                                                               f"{', '.join(known)}")
+        if self.epochs <= 0 and self.max_steps is None: raise ValueError(f"TrainConfig: epochs={self.epochs} must be "
+            f"above 0")
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
@@ -127,7 +127,7 @@ def recipe_from_dict(
     def part(v):
         if not isinstance(v, dict): return v
         v = dict(v)
-        if (kind := v.pop('kind', None)) not in COMPONENTS:
-            raise ValueError(f"recipe component {kind!r} is unknown; known are {', '.join(COMPONENTS)}")
+        if (kind := v.pop('kind', None)) not in COMPONENTS: raise ValueError(f"recipe component {kind!r} is unknown; "
+            f"known are {', '.join(COMPONENTS)}")
         return COMPONENTS[kind](**v)
     return Recipe(**{k: part(v) for k,v in values.items()})

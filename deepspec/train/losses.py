@@ -56,7 +56,8 @@ def plain_terms(
 
 # %% ../../nbs/30_losses.ipynb #c008
 def _slot_gradient(u, t, labels, w, softcap, out):
-    "Fill `out` (ce, tv, soft, agree [m] each); overwrite draft logits `u` [m, V] with the weighted terms' gradient"
+    """Fill `out` (ce, tv, soft, agree [m] each), and overwrite the raw draft logits `u` [m, V] with the gradient
+    of the weighted terms"""
     if softcap is not None: u_cap,t = _cap(u, softcap),_cap(t, softcap)
     else: u_cap = u
     p,q = (torch.softmax(x, -1, dtype=torch.float32) for x in (u_cap, t))
@@ -84,8 +85,8 @@ class _ChunkedTerms(torch.autograd.Function):
         M,V = len(h),len(head)
         out = h.new_zeros(4, M, dtype=torch.float32)
         grad_h = torch.zeros_like(h)
-        grad_latent,grad_w2 = (None, None) if latent is None else (torch.zeros_like(latent),
-                                                                   torch.zeros_like(w2, dtype=torch.float32))
+        grad_latent,grad_w2 = (None, None) if latent is None else (torch.zeros_like(latent), torch.zeros_like(w2,
+            dtype=torch.float32))
         # reused: a fresh 25 MB costs more than the product
         u_buffer,t_buffer = h.new_empty(2, min(chunk, M), V).unbind(0)
         rows = chunk if h.is_cuda else max(1, 800_000//V) # on a CPU all passes over a few rows stay in its cache
@@ -98,8 +99,8 @@ class _ChunkedTerms(torch.autograd.Function):
             for j in range(0, len(u), rows):
                 k = slice(j, min(j + rows, len(u)))
                 there = slice(i + k.start, i + k.stop)
-                _slot_gradient(u[k], t[k], labels[there], {n: w[there] for n,w in weights.items()}, softcap,
-                               out[:, there])
+                _slot_gradient(u[k], t[k], labels[there], {n: w[there] for n,w in weights.items()}, softcap, out[:,
+                    there])
             if not any(ctx.needs_input_grad): continue
             torch.mm(u, head, out=grad_h[at])
             if latent is not None:
@@ -150,8 +151,8 @@ class DSparkLoss:
     detach_confidence:bool=False # True keeps the confidence loss out of the draft's own gradients
 
     def __post_init__(self):
-        if self.loss_decay_gamma <= 0:
-            raise ValueError(f"DSparkLoss: loss_decay_gamma={self.loss_decay_gamma} must be above 0")
+        if self.loss_decay_gamma <= 0: raise ValueError(f"DSparkLoss: loss_decay_gamma={self.loss_decay_gamma} must "
+                                                        f"be above 0")
 
     def slot_weights(self, block_size:int)->torch.Tensor: # fp32 [K]
         "exp(-k/gamma)"
@@ -244,8 +245,8 @@ def eagle3_loss(
 @torch.no_grad()
 def _eagle3_stats(found:list, K:int)->dict:
     "Sums a step, and expected tokens a chain of steps from one position"
-    def whole(name): return torch.stack([torch.zeros(keep.shape, device=w.device).masked_scatter_(keep,
-        getattr(x, name)) for keep,w,x in found], -1)
+    def whole(name): return torch.stack([torch.zeros(keep.shape, device=w.device).masked_scatter_(keep, getattr(x,
+        name)) for keep,w,x in found], -1)
     accept_BSK,agree_BSK,real = whole('accept_M'),whole('agree_M'),found[0][0]
     stats = dict(slots=torch.stack([keep.sum().float() for keep,_,_ in found]), accept=accept_BSK.sum((0, 1)),
                  agree=agree_BSK.sum((0, 1)),

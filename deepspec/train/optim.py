@@ -26,8 +26,8 @@ class OptimConfig:
     max_grad_norm:float=1. # Gradients are scaled down to this norm
 
     def __post_init__(self):
-        if not 0 <= self.warmup_ratio <= 1:
-            raise ValueError(f"OptimConfig: warmup_ratio={self.warmup_ratio} must be between 0 and 1")
+        if not 0 <= self.warmup_ratio <= 1: raise ValueError(f"OptimConfig: warmup_ratio={self.warmup_ratio} must be "
+                                                             f"between 0 and 1")
         if self.lr <= 0: raise ValueError(f"OptimConfig: lr={self.lr} must be above 0")
         if self.max_grad_norm <= 0: raise ValueError(f"OptimConfig: max_grad_norm={self.max_grad_norm} must be above 0")
 
@@ -87,8 +87,8 @@ class MasterAdamW:
         torch._foreach_mul_(grads, scale)
         norm = nn.utils.get_total_norm(grads)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        if not math.isfinite(norm := norm.item()):
-            raise ValueError(f"step {step}: gradient norm is {norm}; check the features for NaN or Inf, or lower lr")
+        if not math.isfinite(norm := norm.item()): raise ValueError(f"step {step}: gradient norm is {norm}; check the "
+                                                                    f"features for NaN or Inf, or lower lr")
         if norm > self.config.max_grad_norm: torch._foreach_mul_(grads, self.config.max_grad_norm/norm)
         self.adam.param_groups[0]['lr'] = learning_rate(step, self.num_steps, self.config)
         self.adam.step()

@@ -66,12 +66,12 @@ class SampleStream(torch.utils.data.Dataset):
         dataset, # Samples by index: a `CacheDataset`, or any sequence of dicts
         seed:int, # The run's seed
     ):
-        if not len(dataset):
-            raise ValueError("the training data holds no sample; check the rejects of the earlier steps")
+        if not len(dataset): raise ValueError("the training data holds no sample; check the rejects of the earlier "
+                                              "steps")
         self.dataset,self.seed = dataset,seed
 
-    def __getitem__(self, position:int):
-        return position, self.dataset[sample_at(position, len(self.dataset), self.seed)]
+    def __getitem__(self, position:int): return position, self.dataset[sample_at(position, len(self.dataset),
+        self.seed)]
 
 class StreamCollator:
     "Batches of (position, sample) pairs: cut to `max_length`, padded, with `positions` and the blocks of a block draft"
@@ -99,8 +99,8 @@ def pad_tokens(
 )->dict: # input_ids int32, attention_mask and loss_mask uint8, all [B, S]
     "A padded batch whose hidden states will be captured online"
     longest = max(len(s['input_ids']) for s in samples)
-    batch = {k: torch.zeros(len(samples), longest, dtype=d) for k,
-             d in (('input_ids', torch.int32), ('attention_mask', torch.uint8), ('loss_mask', torch.uint8))}
+    batch = {k: torch.zeros(len(samples), longest, dtype=d) for k,d in (('input_ids', torch.int32), ('attention_mask',
+        torch.uint8), ('loss_mask', torch.uint8))}
     for i,s in enumerate(samples):
         n = len(s['input_ids'])
         batch['attention_mask'][i, :n] = 1

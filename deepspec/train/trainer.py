@@ -160,8 +160,9 @@ class MetricsLog:
         self.file.write(json.dumps(record) + '\n')
         self.file.flush()
         scalars = {}
-        for k,v in record.items(): scalars |= {f'{k}/{i + 1}': x for i,x in enumerate(v)} if isinstance(v,
-            list) else {k: v} if isinstance(v, (int, float)) else {}
+        for k,v in record.items():
+            if isinstance(v, list): scalars |= {f'{k}/{i + 1}': x for i,x in enumerate(v)}
+            elif isinstance(v, (int, float)): scalars[k] = v
         for k,v in scalars.items(): self.board.add_scalar(k, v, record['step'])
         if self.tracker: self.tracker.log(scalars, step=record['step'])
 
@@ -253,16 +254,16 @@ def claim_run(
     mine,path = recipe_to_dict(recipe),out_dir/'config.json'
     if path.exists():
         theirs = read_json(path).get('recipe', {})
-        binding = lambda r: {f'{a}.{b}': v for a,part in r.items() if isinstance(part, dict) for b,
-                             v in part.items() if b not in FREE_SETTINGS}
+        binding = lambda r: {f'{a}.{b}': v for a,part in r.items() if isinstance(part, dict)
+                             for b,v in part.items() if b not in FREE_SETTINGS}
         old,new = binding(theirs),binding(mine)
         if differ := [f'{k}: {old.get(k)!r} there, {new.get(k)!r} now' for k in sorted(old.keys() | new.keys())
                       if old.get(k) != new.get(k)]:
             raise ValueError(f"{out_dir}: holds a run of another configuration ({'; '.join(differ[:4])}); use another "
                              f"folder")
     found = latest_checkpoint(out_dir) if out_dir.exists() else None
-    if found and not resume:
-        raise ValueError(f"{out_dir}: holds checkpoints already ({found.name}); resume, or use another folder")
+    if found and not resume: raise ValueError(f"{out_dir}: holds checkpoints already ({found.name}); resume, or use "
+                                              f"another folder")
     return found
 
 # %% ../../nbs/33_trainer.ipynb #c025
@@ -271,8 +272,8 @@ class Trainer:
     def __init__(self, recipe:Recipe, target:Target, dataset, out_dir:Path, ranks:Ranks, resume_from:Path|None,
                  evaluate=None, online:bool=False):
         t = recipe.training
-        self.recipe,self.target,self.out_dir,self.ranks,self.evaluate,self.online = recipe,target,Path(
-            out_dir),ranks,evaluate,online
+        self.recipe,self.target,self.out_dir,self.ranks = recipe,target,Path(out_dir),ranks
+        self.evaluate,self.online = evaluate,online
         self.num_samples,self.stream = len(dataset),SampleStream(dataset, t.seed)
         self.total = t.max_steps or num_steps(len(dataset), t.epochs, t.global_batch_size)
         draft = draft_from_target(target, recipe.draft, t.seed)
@@ -329,14 +330,14 @@ class Trainer:
         t,main = self.recipe.training,self.ranks.rank == 0
         log = MetricsLog(self.out_dir, self.step, t.tracker, recipe_to_dict(self.recipe)) if main else None
         record,stop = {},False
-        with stop_requests() as asked, Progress(self.total, 'train',
-                                                'steps') if main else contextlib.nullcontext() as bar:
+        progress = Progress(self.total, 'train', 'steps') if main else contextlib.nullcontext()
+        with stop_requests() as asked, progress as bar:
             if main and self.step: bar.update(self.step)
             for batches in self.batches():
                 began = time.perf_counter()
                 found = train_step(self.module, self.optimizer, batches, self.step, self.ranks, asked)
-                lr,self.step,stop = learning_rate(self.step, self.total,
-                                                  self.recipe.optim),self.step + 1,bool(found['stop'])
+                lr,stop = learning_rate(self.step, self.total, self.recipe.optim),bool(found['stop'])
+                self.step += 1
                 if main:
                     record = step_record(self.step, found, lr, self.step*t.global_batch_size/self.num_samples,
                                          time.perf_counter() - began)
@@ -391,8 +392,8 @@ def train(
         if ranks.rank == 0:
             out_dir.mkdir(parents=True, exist_ok=True)
             write_json(out_dir/'config.json', dict(recipe=recipe_to_dict(recipe)))
-            write_json(out_dir/'run.json',
-                       run_record(recipe=recipe_to_dict(recipe), world_size=ranks.world_size, device=str(ranks.device)))
+            write_json(out_dir/'run.json', run_record(recipe=recipe_to_dict(recipe), world_size=ranks.world_size,
+                                                      device=str(ranks.device)))
         if online: target.model.to(ranks.device)
         trainer = Trainer(recipe, target, dataset, out_dir, ranks, resume_from, evaluate, online)
         last = trainer.run() if trainer.step < trainer.total else {}
