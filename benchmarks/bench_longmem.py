@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from deepspec.io import run_record, write_json
-from deepspec.longmem.memory import Gates, MemoryConfig, MemoryState, write_memory
+from deepspec.longmem.memory import Gates, MemoryState, write_memory
 from deepspec.longmem.model import QwenTitansForBABILong, tiny_qwen
 
 
@@ -45,8 +45,8 @@ def overhead(length: int = 2048) -> dict:
     for name, run in (('train', step), ('read', read)):
         on, off = [], []
         for _ in range(3):  # interleaved, so that a busy machine slows both alike
-            off.append(median_s(lambda: run('off'), 3))
-            on.append(median_s(lambda: run('on'), 3))
+            off.append(median_s(partial(run, 'off'), 3))
+            on.append(median_s(partial(run, 'on'), 3))
         on, off = min(on), min(off)
         out[name] = dict(memory_tokens_per_s=length/on, plain_tokens_per_s=length/off, overhead=on/off - 1)
     return out

@@ -9,7 +9,6 @@ __all__ = ['new_app', 'run_app', 'quiet_libraries', 'as_dict', 'show', 'parse_as
 import json, os, sys
 from collections.abc import Callable
 from dataclasses import asdict, is_dataclass
-from pathlib import Path
 
 import typer
 

@@ -6,7 +6,6 @@
 __all__ = ['babilong', 'TASK', 'babilong_generate', 'babilong_train', 'babilong_evaluate', 'babilong_show']
 
 # %% ../../nbs/80_cli_longmem.ipynb #c003
-from pathlib import Path
 from typing import Annotated
 
 import typer

@@ -19,7 +19,7 @@ from ..data.template import encode_prompts, resolve_template
 from .decode import DecodeConfig, Generation, TargetSession, generate, speculative_generate
 from .metrics import DEFINITIONS, bootstrap_interval, count_cycles, summarize_acceptance
 from .prompt_sets import load_prompt_set
-from ..io import Progress, atomic_open, folder_lock, read_json, run_record, write_json
+from ..io import Progress, atomic_open, folder_lock, run_record, write_json
 from ..model.target import Target
 
 # %% ../../nbs/41_evaluate.ipynb #c006

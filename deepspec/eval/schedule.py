@@ -7,9 +7,8 @@ __all__ = ['SpsTable', 'profile_sps', 'FixedLength', 'StaticThreshold', 'best_bu
            'Scheduled', 'simulate', 'default_policies', 'schedule_report', 'load_table']
 
 # %% ../../nbs/43_schedule.ipynb #c003
-import json, os, time
+import os, time
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 import torch

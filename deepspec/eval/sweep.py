@@ -8,7 +8,6 @@ __all__ = ['THRESHOLDS', 'sweep_thresholds']
 # %% ../../nbs/41b_sweep.ipynb #c003
 import os
 from dataclasses import replace
-from pathlib import Path
 
 from ..data.template import encode_prompts, resolve_template
 from .decode import DecodeConfig, speculative_generate

@@ -202,7 +202,8 @@ class StreamingGeneration:
         ids = input_ids.reshape(1, -1)
         if not ids.shape[1]: raise ValueError("the prompt is empty; give at least one token")
         checked_inputs(ids, None, None, memory)
-        states,decoding,parts = (None,)*len(self.layers),Decoding(self.chunk_size),ids.split(self.chunk_size, 1)
+        states,decoding,parts,token = (None,)*len(self.layers),Decoding(self.chunk_size),ids.split(self.chunk_size,
+            1),None
         for _ in range((num_prefill_chunks or 0) - len(parts)):
             self.run_chunk(ids[:, :1], torch.zeros_like(ids[:, :1]), states, memory)
         for n in range(len(parts) + max_new_tokens - 1):

@@ -6,7 +6,7 @@
 __all__ = ['PAGE_STYLE', 'reports_folder', 'find_report', 'report_parameters', 'execute_report', 'export_html']
 
 # %% ../../nbs/51_render.ipynb #c003
-import json, os
+import os
 from html import escape
 from pathlib import Path
 

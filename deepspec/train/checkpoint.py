@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 
 from ..io import fsync_dir, run_record, write_json
-from ..model.drafts import load_draft
 
 # %% ../../nbs/32_checkpoint.ipynb #c005
 def _flush_files(folder:Path):

@@ -9,7 +9,7 @@ __all__ = ['FREE_SETTINGS', 'Ranks', 'process_group', 'resolve_dtype', 'DraftTra
 
 # %% ../../nbs/33_trainer.ipynb #c003
 import argparse, contextlib, importlib, json, os, signal, subprocess, sys, time
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -21,13 +21,13 @@ from torch.utils.tensorboard import SummaryWriter
 from ..cache.format import validate_train_cache
 from ..cache.reader import CacheDataset
 from ..io import Progress, read_json, run_record, write_json
-from ..model.drafts import draft_from_target, load_draft
+from ..model.drafts import draft_from_target
 from ..model.dspark import DSparkConfig
 from ..model.target import Target, capture, load_target
 from .checkpoint import latest_checkpoint, load_training_state, save_checkpoint
 from .config import Recipe, recipe_from_dict, recipe_to_dict
-from .losses import DSparkLoss, chunked_terms, dspark_loss, eagle3_loss, readable_stats
-from .optim import MasterAdamW, OptimConfig, learning_rate
+from .losses import chunked_terms, dspark_loss, eagle3_loss, readable_stats
+from .optim import MasterAdamW, learning_rate
 from .stream import SampleStream, StreamCollator, micro_batches, num_steps, stream_batches
 
 # %% ../../nbs/33_trainer.ipynb #c006
