@@ -3,6 +3,7 @@
 python benchmarks/bench_longmem.py [--out FILE]   (about a minute on one quiet core)
 """
 import argparse, json, os, statistics, subprocess, sys, threading, time
+from functools import partial
 from pathlib import Path
 
 import torch
