@@ -69,7 +69,7 @@ COMMANDS = {
     train: 'deepspec train dspark_smollm2_135m --cache cache --out train -o lr=3e-4',
     evaluate: 'deepspec evaluate prompts/eval.jsonl --draft dspark=train --out eval',
     calibrate: 'deepspec calibrate eval/cycles.jsonl --draft dspark=train',
-    schedule: 'deepspec schedule eval/cycles.jsonl --draft dspark --out schedule.json',
+    schedule: 'deepspec schedule eval/cycles.jsonl --draft dspark=train --out schedule.json',
     export: 'deepspec export train --out draft --check',
     report: 'deepspec report storage_cost --out reports_out',
     doctor: 'deepspec doctor',

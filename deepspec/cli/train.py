@@ -109,6 +109,8 @@ def evaluate(
     target: Annotated[str, typer.Option(help=TARGET_HELP)] = 'smollm2_135m',
     max_new_tokens: Annotated[int, typer.Option(help='Length of an answer')] = 256,
     temperature: Annotated[float, typer.Option(help='0 is greedy')] = 0.,
+    num_proposed: Annotated[
+        int | None, typer.Option(help="Tokens offered a cycle; the draft's block by default")] = None,
     confidence_threshold: Annotated[float, typer.Option(help='Least estimated survival that is still verified')] = 0.,
     batch_size: Annotated[int, typer.Option(help='Prompts decoded together')] = 1,
     num_prompts: Annotated[int | None, typer.Option(help='Prompts of each set')] = None,
@@ -125,7 +127,7 @@ def evaluate(
     from deepspec.model.target import load_target
     loaded = load_target(target, device, torch_dtype(dtype))
     sets = dict(p.split('=', 1) if '=' in p else (Path(p).stem, p) for p in prompts)
-    config = DecodeConfig(max_new_tokens=max_new_tokens, temperature=temperature,
+    config = DecodeConfig(max_new_tokens=max_new_tokens, temperature=temperature, num_proposed=num_proposed,
                           confidence_threshold=confidence_threshold, seed=seed)
     results = evaluate_drafts(loaded, load_drafts(draft, loaded), sets, out, config, batch_size, num_prompts,
                               multi_turn)
@@ -159,7 +161,7 @@ def calibrate(
 
 def schedule(
     cycles: Annotated[str, typer.Argument(help='cycles.jsonl of an evaluation')],
-    draft: Annotated[str, typer.Option(help='Name of the draft in it')],
+    draft: Annotated[str, typer.Option(help='Its name in the evaluation, or name=folder to use its calibration')],
     out: Annotated[str, typer.Option(help='File for the simulated curves')] = 'schedule.json',
     target: Annotated[str, typer.Option(help=TARGET_HELP)] = 'smollm2_135m',
     device: Annotated[str, typer.Option(help='cpu or cuda')] = 'cpu',
@@ -167,9 +169,13 @@ def schedule(
     as_json: Annotated[bool, AS_JSON] = False,
 ):
     "Profile the target and simulate scheduling policies"
+    from deepspec.eval.calibrate import load_calibration
     from deepspec.eval.schedule import profile_sps, schedule_report
     from deepspec.model.target import load_target
-    found = schedule_report(cycles, draft, profile_sps(load_target(target, device, torch_dtype(dtype))), out)
+    name,calibrated,folder = draft.partition('=')
+    temperatures = load_calibration(draft_folder(folder)) if calibrated else None
+    table = profile_sps(load_target(target, device, torch_dtype(dtype)))
+    found = schedule_report(cycles, name, table, out, temperatures)
     show(found if as_json else dict(out=out), as_json)
 
 # %% ../../nbs/66_cli_train.ipynb #c013

@@ -16,6 +16,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers.utils import logging as transformers_logging
 
 # %% ../../nbs/21_target.ipynb #c006
 def check_layer_ids(
@@ -70,8 +71,9 @@ def resolve_target(
     return name
 
 def _load(what, cls, name, **kwargs):
-    "`cls.from_pretrained`, with the user's mistakes as one line"
+    "`cls.from_pretrained`, with the user's mistakes as one line, and without bars where nobody watches"
     where = resolve_target(name)
+    if not os.isatty(2): transformers_logging.disable_progress_bar()
     try: return cls.from_pretrained(where, **kwargs)
     except (OSError, KeyError, ValueError) as e:
         first = str(e).strip().splitlines()[0]
