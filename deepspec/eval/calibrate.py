@@ -120,10 +120,11 @@ TEMPERATURE_GRID = np.round(np.geomspace(.1, 10, 201), 4)
 
 def fit_temperatures(
     recorded:Recorded, # Cycles to fit on
-    grid=TEMPERATURE_GRID, # Temperatures tried for each slot
+    grid=None, # Temperatures tried for each slot; `TEMPERATURE_GRID` where None
     num_bins:int=10, # Of the calibration error
 )->tuple: # T_k by slot
     "Sequential Temperature Scaling: left to right, the T_k whose calibrated survival has the least calibration error"
+    grid = TEMPERATURE_GRID if grid is None else np.asarray(grid)
     before_N,found = np.ones(len(recorded.logits_NK)), []
     for k in range(recorded.num_slots):
         rows = recorded.proposed_NK[:, k]
@@ -131,7 +132,7 @@ def fit_temperatures(
         a,logit,accepted = before_N[rows], recorded.logits_NK[rows, k], recorded.accepted_NK[rows, k]
         errors = [expected_calibration_error(a/(1 + np.exp(-logit/t)), accepted, num_bins) for t in grid]
         least = np.flatnonzero(np.array(errors) <= min(errors) + 1e-12)
-        found.append(float(min(np.asarray(grid)[least], key=lambda t: abs(np.log(t))))) # of equals, the nearest to 1
+        found.append(float(min(grid[least], key=lambda t: abs(np.log(t))))) # of equals, the nearest to 1
         before_N = before_N/(1 + np.exp(-recorded.logits_NK[:, k]/found[-1]))
     return tuple(found)
 
