@@ -174,7 +174,3 @@ def broken_links(
             if not target.exists() or (anchor and target.suffix == '.html' and anchor not in ids(target)):
                 broken.append((page.name, link))
     return broken
-
-# %% ../../nbs/52_site.ipynb #c018
-#| eval: false
-if __name__ == '__main__' and '__file__' in globals(): build_site()
