@@ -99,8 +99,8 @@ class _ChunkedTerms(torch.autograd.Function):
             for j in range(0, len(u), rows):
                 k = slice(j, min(j + rows, len(u)))
                 there = slice(i + k.start, i + k.stop)
-                _slot_gradient(u[k], t[k], labels[there], {n: w[there] for n,w in weights.items()}, softcap, out[:,
-                    there])
+                row_weights = {n: w[there] for n,w in weights.items()}
+                _slot_gradient(u[k], t[k], labels[there], row_weights, softcap, out[:, there])
             if not any(ctx.needs_input_grad): continue
             torch.mm(u, head, out=grad_h[at])
             if latent is not None:
