@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['page_name', 'title_cell', 'signature_cell', 'in_source_order', 'tidy_notebook', 'level_headings', 'local_links',
-           'write_pages', 'write_index', 'write_readme', 'build_site', 'broken_links']
+           'write_pages', 'write_index', 'write_readme', 'build_site', 'publish_report', 'broken_links']
 
 # %% ../../nbs/52_site.ipynb #c003
 import re, shutil, subprocess, sys
@@ -154,6 +154,27 @@ def build_site(
                str(root/out)]
     if subprocess.run(command).returncode: raise SystemExit('the docs build has warnings; see above')
     print(f'{root/out}/index.html')
+
+# %% ../../nbs/52_site.ipynb #cpub1139
+def publish_report(
+    path:str, # Executed notebook
+    dest:str='docs/reports', # Folder of the site's reports
+)->Path: # The published notebook
+    "Copy an executed report into the docs; `ValueError` if it was not executed to its end"
+    notebook = nbformat.read(path, 4)
+    if any(c.cell_type == 'code' and c.source.strip() and c.execution_count is None for c in notebook.cells):
+        raise ValueError(f"{path}: has cells that did not run; execute the report first, with `deepspec report`")
+    hidden = {'parameters', 'injected-parameters'}
+    notebook.cells = [c for c in notebook.cells if not hidden & set(c.metadata.get('tags', []))]
+    for i,cell in enumerate(notebook.cells):
+        cell['id'] = f'cell-{i}'
+        cell.metadata = dict(tags=['remove-input']) if cell.cell_type == 'code' else {}
+        if cell.cell_type == 'code': cell.outputs = [o for o in cell.outputs if o.get('name') != 'stderr']
+    notebook.metadata = dict(kernelspec=notebook.metadata.kernelspec)
+    out = Path(dest)/Path(path).name
+    out.parent.mkdir(parents=True, exist_ok=True)
+    nbformat.write(notebook, out)
+    return out
 
 # %% ../../nbs/52_site.ipynb #c016
 def broken_links(
