@@ -7,6 +7,7 @@ import time
 import pytest
 
 from deepspec.model.drafts import draft_from_target, load_draft
+from deepspec.model.dspark import DSparkConfig  # noqa: F401  evaluated from CHOICES
 from deepspec.model.target import toy_target
 from deepspec.train import checkpoint
 from deepspec.train.checkpoint import checkpoints, latest_checkpoint, load_training_state, save_checkpoint
