@@ -131,7 +131,7 @@ def write_index(root, index, pages):
     toctree = (root/'docs'/'toctree.md').read_text(encoding='utf-8').replace('{modules}',
         '\n'.join(f'nbs/{p}' for p in pages))
     landing = nbformat.v4.new_notebook(metadata=index.metadata, cells=[*index.cells, new_markdown_cell(toctree)])
-    for cell in landing.cells: cell.source = cell.source.replace('docs/images/', 'images/')
+    for cell in landing.cells: cell.source = cell.source.replace('](docs/', '](')
     nbformat.write(landing, root/'docs'/'index.ipynb')
 
 def write_readme(root, index):
