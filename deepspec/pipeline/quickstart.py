@@ -22,14 +22,14 @@ class Quickstart:
     target:str='smollm2_135m' # Embedded default, local folder or hub id
     smoke:bool=False # A toy target instead of a real one
     server_address:tuple=() # OpenAI-compatible servers that run already
-    train_rows:int=280 # Training conversations whose answers are written anew
-    eval_rows:int=12 # Held-out prompts that are decoded
+    train_rows:int=180 # Training conversations whose answers are written anew
+    eval_rows:int=10 # Held-out prompts that are decoded
     sampling:str='greedy' # Preset of the answers; greedy, since they are evaluated at temperature 0
     max_tokens:int=96 # Length of a regenerated answer
     max_new_tokens:int=40 # Length of a decoded answer
     max_length:int=384 # Longest cached conversation
     num_layers:int=5 # Captured target layers
-    steps:int=230 # Optimizer steps
+    steps:int=170 # Optimizer steps
     seed:int=42 # Of split, weights and data order
 
 SMOKE = dict(smoke=True, train_rows=24, eval_rows=3, max_tokens=24, max_new_tokens=16, max_length=192, num_layers=2,
