@@ -49,7 +49,7 @@ class LlamaCpp:
     threads:int|None=None # Computing threads; all cores where None
     name = 'llamacpp'
     package = 'xllamacpp'
-    python = sys.executable
+    python = None
 
     def command(self,
         model:str, # GGUF file
@@ -59,7 +59,7 @@ class LlamaCpp:
         threads = self.threads or len(os.sched_getaffinity(0))
         settings = dict(model=str(model), port=port, slots=self.slots, context_tokens=self.context_tokens,
                         threads=threads, alias=Path(model).stem)
-        return [self.python, '-c', f'from deepspec.data.servers import serve_gguf; serve_gguf(**{settings!r})']
+        return [sys.executable, '-c', f'from deepspec.data.servers import serve_gguf; serve_gguf(**{settings!r})']
 
     def env(self,
         rank:int, # Number of the server, from 0
@@ -74,7 +74,7 @@ class SGLang:
     mem_fraction_static:float|None=None # Share of GPU memory for weights and KV cache; SGLang's own choice where None
     tp_size:int=1 # GPUs that share one copy of the model
     dp_size:int=1 # Copies of the model behind one port
-    python:str=sys.executable # Interpreter that has sglang
+    python:str|None=None # Interpreter that has sglang; this one where None
     flags:tuple=() # Further flags, passed through
     name = 'sglang'
     package = 'sglang'
@@ -85,8 +85,8 @@ class SGLang:
     )->list: # Command line
         "Command line of one server"
         fraction = [] if self.mem_fraction_static is None else ['--mem-fraction-static', str(self.mem_fraction_static)]
-        return [self.python, '-m', 'sglang.launch_server', '--model-path', str(model), '--host', '127.0.0.1', '--port',
-                str(port),
+        return [self.python or sys.executable, '-m', 'sglang.launch_server', '--model-path', str(model),
+                '--host', '127.0.0.1', '--port', str(port),
                 '--tp-size', str(self.tp_size), '--dp-size', str(self.dp_size), *fraction, *self.flags]
 
     def env(self,
@@ -128,7 +128,7 @@ class VLLM:
     "vLLM: one server a GPU, or its CPU build"
     cpu:bool=False # The CPU build
     tp_size:int=1 # GPUs a server
-    python:str=sys.executable # Interpreter that has vllm
+    python:str|None=None # Interpreter that has vllm; this one where None
     flags:tuple=() # Further flags, passed through
     name = 'vllm'
     package = 'vllm'
@@ -140,8 +140,8 @@ class VLLM:
         "Command line of one server"
         size = ['--enforce-eager'] if self.cpu else ['--tensor-parallel-size', str(self.tp_size)]
         # not `vllm serve`: its command-line module imports what the CPU build has not got
-        return [self.python, '-m', 'vllm.entrypoints.openai.api_server', '--model', str(model), '--host', '127.0.0.1',
-                '--port', str(port),
+        return [self.python or sys.executable, '-m', 'vllm.entrypoints.openai.api_server', '--model', str(model),
+                '--host', '127.0.0.1', '--port', str(port),
                 *size, *self.flags]
 
     def env(self,
@@ -289,7 +289,7 @@ class Watch:
 # %% ../../nbs/14_servers.ipynb #c031
 def _check_engine(engine):
     "`ValueError` unless the engine's package is there"
-    if engine.python == sys.executable and find_spec(engine.package) is None:
+    if engine.python is None and find_spec(engine.package) is None:
         raise ValueError(f"engine {engine.name}: the package {engine.package} is not installed; pip install "
                          f"{engine.package}")
 
