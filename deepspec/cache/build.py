@@ -35,7 +35,7 @@ from ..model.target import (DEFAULT_TARGET, Target, capture, check_layer_ids, de
 
 # %% ../../nbs/22_build_cache.ipynb #c007
 WINDOW_BATCHES = 16
-MAX_PADDING,SMALL_BATCH = .05,.25 # a batch that has reached a quarter of its budget stops growing at 5 % padding
+MAX_PADDING,SMALL_BATCH = .03,.25 # a batch that has reached a quarter of its budget stops growing at 3 % padding
 
 def token_budget_batches(
     seq_lens, # Tokens of each sample of a window
