@@ -9,7 +9,7 @@ from fake_server import FakeServer, Faults, answer
 
 from deepspec.data.chat import base_url, server_label
 from deepspec.data.regenerate import Patience, regenerate
-from deepspec.data.sampling import PRESETS, Sampling, wire_fields
+from deepspec.data.sampling import PRESETS, Sampling
 
 HASTY = Patience(max_pause_s=.2, sync_s=.3, all_dead_s=3.)
 
@@ -72,12 +72,25 @@ def test_every_parameter_on_the_wire(tmp_path, owned_by):
     assert isinstance(sent['seed'], int) and 'extra_body' not in sent
     assert sent['messages'] == [dict(role='user', content='question 0.0 ')]
 
-@pytest.mark.parametrize('name,preset', PRESETS.items())
-def test_presets_are_sent_whole(name, preset):
-    fields = wire_fields(preset, 10)
-    assert {'temperature', 'top_p', 'top_k', 'min_p', 'repetition_penalty', 'presence_penalty',
-            'max_tokens'} <= set(fields)
-    assert fields['chat_template_kwargs'] == {'enable_thinking': False}
+# temperature, top_p, top_k, min_p, repetition_penalty, presence_penalty
+WANT = dict(qwen3=(.7, .8, 20, 0, 1, 0), qwen2=(.7, .8, 20, 0, 1.05, 0), gemma4=(1, .95, 64, 0, 1, 0),
+            gemma3=(1, .95, 64, 0, 1, 0),
+            llama3=(.6, .9, -1, 0, 1, 0), smollm2=(.2, .9, 50, 0, 1, 0), greedy=(0, 1, -1, 0, 1, 0))
+
+@pytest.mark.parametrize('owned_by', ['sglang', 'vllm', 'llamacpp'])
+@pytest.mark.parametrize('name', PRESETS)
+def test_presets_are_sent_whole_and_said(tmp_path, capsys, name, owned_by):
+    "What a server receives, what the log says and what the row records are the preset's numbers"
+    with FakeServer(owned_by=owned_by) as server:
+        regenerate(write(tmp_path/'in.jsonl', make_rows(1)), tmp_path/'o'/'t.jsonl', [server.url], sampling=name)
+        sent, = server.requests
+    penalty = 'repeat_penalty' if owned_by == 'llamacpp' else 'repetition_penalty'
+    assert tuple(sent[k] for k in ('temperature', 'top_p', 'top_k', 'min_p', penalty, 'presence_penalty')) == WANT[name]
+    assert sent['chat_template_kwargs'] == {'enable_thinking': False} and sent['max_tokens'] == 2048
+    assert str(PRESETS[name]) in capsys.readouterr().err
+    row, = read(tmp_path/'o'/'t.jsonl')
+    names = ('temperature', 'top_p', 'top_k', 'min_p', 'repetition_penalty', 'presence_penalty')
+    assert tuple(row['sampling'][k] for k in names) == WANT[name] and row['sampling']['thinking'] is False
 
 def test_seeds_depend_on_the_row_alone(tmp_path):
     seeds = []
@@ -119,16 +132,19 @@ def test_rejected_rows_are_retried_on_request(tmp_path):
         s = regenerate(again, tmp_path/'o'/'t.jsonl', [server.url], sampling='qwen3', retry_rejected=True)
     assert (s.num_rows, s.num_rejected, s.complete) == (4, 0, True)
 
-def test_token_ids_are_kept(tmp_path):
-    with FakeServer(token_ids=True, owned_by='vllm') as server:
+@pytest.mark.parametrize('owned_by,field', [('vllm', 'return_token_ids'), ('sglang', 'return_token_ids'),
+                                            ('llamacpp', 'logprobs')])
+def test_token_ids_are_kept(tmp_path, owned_by, field):
+    "Each engine is asked in its own way, and answers in a place of its own"
+    with FakeServer(token_ids=True, owned_by=owned_by) as server:
         regenerate(write(tmp_path/'in.jsonl', make_rows(1, 2)), tmp_path/'o'/'t.jsonl', [server.url], sampling='qwen3')
-        assert server.requests[0]['return_token_ids'] is True
+        assert server.requests[0][field] is True
         row, = read(tmp_path/'o'/'t.jsonl')
         assert [bytes(ids[:-1]).decode() for ids in row['token_ids']] == [t['content'] for t in row['conversations']
                                                                           if t['role'] == 'assistant']
         regenerate(write(tmp_path/'in.jsonl', make_rows(1)), tmp_path/'o2'/'t.jsonl', [server.url], sampling='qwen3',
                    keep_token_ids=False)
-        assert 'return_token_ids' not in server.requests[-1]
+        assert field not in server.requests[-1] and read(tmp_path/'o2'/'t.jsonl')[0]['token_ids'] == [None]
 
 @pytest.mark.parametrize('fault', ['busy', 'error', 'half', 'drop', 'bad_json', 'slow'])
 def test_each_fault_alone(tmp_path, fault):

@@ -42,8 +42,9 @@ class ServerTrouble(Exception):
 def _token_ids(
     choice:dict, # From the response
 )->list|None: # Ids of the generated tokens
-    "Token ids from wherever a server puts them: `token_ids` (vLLM, SGLang) or the logprobs (llama-server)"
-    if choice.get('token_ids') is not None: return list(choice['token_ids'])
+    "Token ids from where a server puts them: vLLM and SGLang in fields of their own, llama-server in the logprobs"
+    for name in ('token_ids', 'response_token_ids'): # vLLM, SGLang; both are asked for as `return_token_ids`
+        if choice.get(name) is not None: return list(choice[name])
     tokens = (choice.get('logprobs') or {}).get('content') or []
     return [t['id'] for t in tokens] if tokens and all('id' in t for t in tokens) else None
 

@@ -10,7 +10,7 @@ __all__ = ['check_turns', 'replay', 'check_answer', 'output_row', 'Tally', 'Rege
 # %% ../../nbs/15_regenerate.ipynb #c003
 import asyncio, os, signal, sys, threading, time
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -421,11 +421,13 @@ def choose_request(
     max_tokens:int, # Longest answer
     keep_token_ids:bool, # Ask for token ids
     model:str|None, # Model name to ask for
+    overrides:dict|None=None, # Parameters that differ from the preset's
 )->ChatRequest: # What all requests share
     "The request settings for the model that the servers serve"
     if max_tokens < 1: raise ValueError(f"max_tokens={max_tokens} must be at least 1")
     model = model or next(s.server.model for s in states if s.up)
     if isinstance(sampling, str): sampling = sampling_preset(model if sampling == 'auto' else sampling)
+    sampling = replace(sampling, **(overrides or {}))
     return ChatRequest(sampling=sampling, max_tokens=max_tokens, keep_token_ids=keep_token_ids, model=model)
 
 def summarize(
@@ -498,6 +500,7 @@ def regenerate(
     out:str|os.PathLike, # Output file; statistics and rejected rows go beside it
     servers:list, # Addresses of OpenAI-compatible servers, or engines such as `TransformersEngine`
     sampling:str|Sampling='auto', # Preset name or parameters; `auto` finds the preset by the model's name
+    overrides:dict|None=None, # Sampling parameters that differ from the preset's
     max_tokens:int=2048, # Longest answer
     resume:bool=True, # Go on with what is in the folder; False refuses a folder in use
     retry_rejected:bool=False, # Ask again for rows that were rejected
@@ -520,8 +523,8 @@ def regenerate(
         tally,done = folder.load(retry_rejected)
         pending = rows.pending(done)
         if not len(pending): return summarize(folder, rows, tally)
-        settings = dict(sampling=sampling, max_tokens=max_tokens, keep_token_ids=keep_token_ids, model=model,
-                        reject_length=reject_length, seed=seed)
+        settings = dict(sampling=sampling, overrides=overrides, max_tokens=max_tokens, keep_token_ids=keep_token_ids,
+                        model=model, reject_length=reject_length, seed=seed)
         job = Job(rows=rows, pending=pending, folder=folder, tally=tally, servers=servers, settings=settings,
                   window=window, patience=patience)
         summary = run_stoppable(lambda stop: do_job(job, stop))
