@@ -369,3 +369,38 @@ def test_memory_does_not_grow_with_rows(tmp_path):
             peaks.append(tracemalloc.get_traced_memory()[1])
             tracemalloc.stop()
     assert peaks[1] < 1.5*peaks[0]
+
+def test_what_is_done_takes_few_bytes_a_row(tmp_path):
+    "The index of input and output is numbers and hashes; 1.3 million rows: benchmarks/bench_regenerate.py --memory"
+    import tracemalloc
+    from deepspec.data.regenerate import OutputFolder
+    from deepspec.data.row_log import scan_input
+    def peak_nbytes(n):
+        path = write(tmp_path/'in.jsonl', make_rows(n))
+        folder = OutputFolder(tmp_path/f'o{n}'/'t.jsonl')
+        folder.out.parent.mkdir()
+        done = dict(finish_reasons=['stop'], usage=dict(prompt_tokens=1, completion_tokens=1), conversations=[])
+        write(folder.out, [dict(id=r['id'], **done) for r in make_rows(n - 5)])
+        tracemalloc.start()
+        rows = scan_input(path)
+        assert rows.pending(folder.load(False)[1]).tolist() == list(range(n - 5, n))
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return peak
+    assert (peak_nbytes(30_000) - peak_nbytes(10_000))/20_000 < 120
+
+def test_ids_with_one_hash_are_told_apart(tmp_path, monkeypatch):
+    "Rows that repeat an id are rejected; different ids that hash alike stop the run, for one of them would be lost"
+    from deepspec.data import row_log
+    path = write(tmp_path/'in.jsonl', make_rows(50) + make_rows(3))
+    assert row_log.scan_input(path).problems == {n: 'duplicate_id' for n in (50, 51, 52)}
+    real = row_log.id_key
+    monkeypatch.setattr(row_log, 'id_key', lambda i: real('r7' if i == 'r31' else i))
+    with pytest.raises(ValueError, match="line 32: the ids 'r31' and 'r7' have the same hash"): row_log.scan_input(path)
+
+def test_a_thousand_copies_of_one_id(tmp_path):
+    path,out = write(tmp_path/'in.jsonl', make_rows(1)*1000),tmp_path/'o'/'t.jsonl'
+    with FakeServer() as server:
+        s = regenerate(path, out, [server.url], sampling='qwen3')
+        assert (s.num_rows, s.reject_reasons, s.complete) == (1, {'duplicate_id': 999}, True)
+        assert regenerate(path, out, [server.url], sampling='qwen3').num_new_rows == 0

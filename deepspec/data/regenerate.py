@@ -9,14 +9,14 @@ __all__ = ['check_turns', 'replay', 'check_answer', 'output_row', 'Tally', 'Rege
 
 # %% ../../nbs/15_regenerate.ipynb #c003
 import asyncio, os, signal, sys, threading, time
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 
 from .chat import Answer, ChatRequest, HttpServer, RowRefused, ServerTrouble
-from .row_log import InputRows, RowLog, cut_tail, id_hash, line_id, read_rows, scan_input
+from .row_log import InputRows, RowLog, as_keys, cut_tail, id_key, line_id, read_rows, scan_input
 from .sampling import Sampling, sampling_preset
 from .server_pool import ServerPool, bench_dead, close_pool, probe_all, report_answer, report_trouble
 from ..io import Progress, folder_lock, read_json, run_record, write_json
@@ -178,20 +178,21 @@ class OutputFolder:
 
     def load(self,
         retry_rejected:bool, # Whether rejected rows are due again
-    )->tuple[Tally,np.ndarray]: # Counts, hashes of the ids on disk
+    )->tuple[Tally,np.ndarray]: # Counts, sorted keys of the ids on disk
         "Read what is on disk; half-written last lines must be cut off already"
-        tally,hashes = Tally(),[]
+        tally,joined = Tally(),bytearray()
         for row in read_rows(self.out):
             tally.add(row)
-            hashes.append(id_hash(row['id']))
-        if len(set(hashes)) < len(hashes):
+            joined += id_key(row['id'])
+        keys = np.sort(as_keys(joined))
+        if (keys[1:] == keys[:-1]).any():
             raise ValueError(f"{self.out}: an id occurs twice; was the file edited? Remove the doubled rows")
         # the input still has the rejected rows: a kill right here loses nothing
         if retry_rejected: self.rejected.unlink(missing_ok=True)
         for row in read_rows(self.rejected):
             tally.add_rejected(row)
-            hashes.append(id_hash(row['id']))
-        return tally,np.array(hashes, np.uint64)
+            joined += id_key(row['id'])
+        return tally,np.sort(as_keys(joined))
 
 # %% ../../nbs/15_regenerate.ipynb #c023
 @dataclass(frozen=True, kw_only=True)
@@ -220,7 +221,7 @@ class Run:
         self.folder,self.patience,self.reject_length,self.seed = folder,patience,reject_length,seed
         self.input,self.out,self.rejected = open(rows.path, 'rb'),RowLog(folder.out),RowLog(folder.rejected)
         self.series,self.started = RowLog(folder.series),time.monotonic()
-        self.num_new_rows = self.num_retries = self.num_hopeless = self.new_tokens = 0
+        self.num_new_rows = self.num_new_rejected = self.num_retries = self.num_hopeless = self.new_tokens = 0
 
     def close(self):
         "Flush and close the files"
@@ -256,7 +257,7 @@ def answer_seed(
     turn:int, # Which of its answers
 )->int|None: # 31 bits
     "A seed for one answer; None without a seed for the run"
-    return None if seed is None else id_hash(f'{seed}/{row_id}/{turn}') & 0x7fffffff
+    return None if seed is None else int.from_bytes(id_key(f'{seed}/{row_id}/{turn}')[:4]) & 0x7fffffff
 
 async def regenerate_row(
     run:Run, # The run
@@ -288,6 +289,7 @@ async def do_row(
                         line=number)
         run.rejected.append(rejected)
         run.tally.add_rejected(rejected)
+        run.num_new_rejected += 1
         run.num_hopeless += e.reason in ('refused_by_server', 'refused_by_template', 'server_trouble', 'thinking')
         return rejected
     run.out.append(done)
@@ -308,7 +310,7 @@ def check_hope(
                          f"{run.folder.out}, "
                          "start the servers and run this again")
     if not run.num_new_rows and run.num_hopeless >= run.patience.hopeless_rows:
-        last = list(read_rows(run.folder.rejected))[-1]
+        last = deque(read_rows(run.folder.rejected), maxlen=1)[0]
         raise ValueError(f"the first {run.num_hopeless} rows were all refused ({last['reason']}: {last['detail']}); "
                          f"check model and sampling parameters, then run again with rejected rows retried")
 
@@ -354,7 +356,7 @@ async def run_all(
     num_workers:int, # Rows under way at once
 ):
     "Do all pending rows; returns early when `stop` is set, raises when there is no hope"
-    numbers = iter(run.pending.tolist())
+    numbers = map(int, run.pending)
     with Progress(len(run.pending), 'regenerate') as progress:
         watch = [asyncio.create_task(monitor(run)), asyncio.create_task(stop.wait())]
         workers = [asyncio.create_task(work(run, numbers, progress)) for _ in range(min(num_workers, len(run.pending)))]
@@ -438,7 +440,7 @@ def summarize(
 )->RegenerateSummary: # Also written to summary.json
     "Write and return the summary"
     elapsed_s = time.monotonic() - run.started if run else 0.
-    still_due = len(rows.pending(folder.load(False)[1]))
+    still_due = len(run.pending) - run.num_new_rows - run.num_new_rejected if run else 0
     summary = RegenerateSummary(
         output=folder.out.name, rejected=folder.rejected.name, complete=not still_due, num_input_rows=len(rows),
         num_rows=tally.num_rows,
@@ -522,6 +524,7 @@ def regenerate(
         folder.mend(resume)
         tally,done = folder.load(retry_rejected)
         pending = rows.pending(done)
+        del done # a run of days has no use for it
         if not len(pending): return summarize(folder, rows, tally)
         settings = dict(sampling=sampling, overrides=overrides, max_tokens=max_tokens, keep_token_ids=keep_token_ids,
                         model=model, reject_length=reject_length, seed=seed)
@@ -529,7 +532,7 @@ def regenerate(
                   window=window, patience=patience)
         summary = run_stoppable(lambda stop: do_job(job, stop))
     if summary.complete and not summary.num_rows:
-        last = list(read_rows(folder.rejected))[-1]
+        last = deque(read_rows(folder.rejected), maxlen=1)[0]
         raise ValueError(f"{jsonl}: all {summary.num_rejected} rows were rejected ({last['reason']}: "
                          f"{last['detail']}); see {folder.rejected}")
     return summary
