@@ -97,11 +97,11 @@ def bench_memory(num_rows, num_due=2000):
             return json.loads(done.stdout)
     finally: process.kill()
 
-def watch_slots(url, ended, busy):
-    "Append the number of busy slots, ten times a second, until `ended` is set"
+def watch_slots(url, out, ended, looks):
+    "Append (busy slots, rows that are finished), ten times a second, until `ended` is set"
     while not ended.wait(.1):
-        with urllib.request.urlopen(f'{url}/slots', timeout=5) as r:
-            busy.append(sum(s['is_processing'] for s in json.load(r)))
+        with urllib.request.urlopen(f'{url}/slots', timeout=30) as r: busy = sum(s['is_processing'] for s in json.load(r))
+        looks.append((busy, out.read_bytes().count(b'\n') if out.exists() else 0))
 
 def bench_embedded(slots, num_rows, max_tokens):
     "Tokens/s of the embedded server, and how many of its slots were at work, as the server itself says"
@@ -111,17 +111,19 @@ def bench_embedded(slots, num_rows, max_tokens):
                for i in range(num_rows)]
     path = write_rows(folder/'in.jsonl', prompts)
     with launch_servers(engine=LlamaCpp(slots=slots), log_dir=folder/'logs') as urls:
-        ended,busy = threading.Event(),[]
-        watch = threading.Thread(target=watch_slots, args=(urls[0], ended, busy))
+        ended,looks = threading.Event(),[]
+        watch = threading.Thread(target=watch_slots, args=(urls[0], folder/'out'/'train.jsonl', ended, looks))
         watch.start()
         try: summary = regenerate(path, folder/'out'/'train.jsonl', urls, sampling='smollm2', max_tokens=max_tokens, seed=0)
         finally: ended.set()
         watch.join()
-    waiting = busy[:max(1, round(len(busy)*(1 - slots/num_rows)))] # at the end there is nothing left to fill a slot with
+    # at the end there are no rows left to fill the slots with
+    full = [b for b,finished in looks if num_rows - finished >= slots]
     return dict(slots=slots, rows=num_rows, tokens=summary.completion_tokens, s=summary.elapsed_s,
-                tokens_per_s=summary.tokens_per_s, mean_busy=round(sum(busy)/len(busy), 2),
-                occupancy=round(sum(busy)/len(busy)/slots, 3),
-                occupancy_while_rows_wait=round(sum(waiting)/len(waiting)/slots, 3), num_looks=len(busy))
+                tokens_per_s=summary.tokens_per_s, num_looks=len(looks),
+                mean_busy=round(sum(b for b,_ in looks)/len(looks), 2),
+                occupancy=round(sum(b for b,_ in looks)/len(looks)/slots, 3),
+                occupancy_while_rows_suffice=round(sum(full)/len(full)/slots, 3))
 
 if __name__ == '__main__':
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
