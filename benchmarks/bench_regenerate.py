@@ -58,18 +58,27 @@ def bench_client(num_rows, window=64):
                 ratio=round(client_s/bare_s, 2))
 
 RESUME = """
-import json, re, sys
+import json, re, sys, threading, time
 from deepspec.data.regenerate import regenerate
 def rss_mb(name): return int(re.search(rf'{name}:\\s+(\\d+)', open('/proc/self/status').read())[1])/1024
-before = rss_mb('VmRSS')
-summary = regenerate(sys.argv[1], sys.argv[2], [sys.argv[3]], sampling='qwen3', window=64)
+before,ended,looks = rss_mb('VmRSS'),threading.Event(),[]
+def watch():
+    while not ended.wait(.02): looks.append((time.monotonic(), rss_mb('VmRSS')))
+thread = threading.Thread(target=watch)
+thread.start()
+try: summary = regenerate(sys.argv[1], sys.argv[2], [sys.argv[3]], sampling='qwen3', window=64)
+finally: ended.set()
+began = time.monotonic() - summary.elapsed_s # asking and answering alone; reading what is done came before
+thread.join()
+answering = max(m for at,m in looks if at > began)
 print(json.dumps(dict(rows=summary.num_rows, new_rows=summary.num_new_rows, s=summary.elapsed_s, rss_before_mb=before,
-                      rss_end_mb=rss_mb('VmRSS'), rss_peak_mb=rss_mb('VmHWM'))))
+                      rss_answering_mb=answering, rss_peak_mb=rss_mb('VmHWM'))))
 """
 
 def write_done(folder, num_rows, num_due):
     "An input of one-turn rows, and the output of a run that was stopped when `num_due` of them were missing"
-    turns = [dict(role='user', content='What is the meaning of this sentence? '*4), dict(role='assistant', content='old')]
+    turns = [dict(role='user', content='What is the meaning of this sentence? '*4),
+             dict(role='assistant', content='old')]
     line = json.dumps(dict(id='@', conversations=turns))
     made = dict(id='@', conversations=turns, finish_reasons=['stop'], token_ids=[None], model='fake', server='server 0',
                 usage=dict(prompt_tokens=28, completion_tokens=3))
@@ -100,7 +109,8 @@ def bench_memory(num_rows, num_due=2000):
 def watch_slots(url, out, ended, looks):
     "Append (busy slots, rows that are finished), ten times a second, until `ended` is set"
     while not ended.wait(.1):
-        with urllib.request.urlopen(f'{url}/slots', timeout=30) as r: busy = sum(s['is_processing'] for s in json.load(r))
+        with urllib.request.urlopen(f'{url}/slots', timeout=30) as r: slots = json.load(r)
+        busy = sum(s['is_processing'] for s in slots)
         looks.append((busy, out.read_bytes().count(b'\n') if out.exists() else 0))
 
 def bench_embedded(slots, num_rows, max_tokens):
@@ -114,7 +124,7 @@ def bench_embedded(slots, num_rows, max_tokens):
         ended,looks = threading.Event(),[]
         watch = threading.Thread(target=watch_slots, args=(urls[0], folder/'out'/'train.jsonl', ended, looks))
         watch.start()
-        try: summary = regenerate(path, folder/'out'/'train.jsonl', urls, sampling='smollm2', max_tokens=max_tokens, seed=0)
+        try: summary = regenerate(path, folder/'out'/'train.jsonl', urls, max_tokens=max_tokens, seed=0)
         finally: ended.set()
         watch.join()
     # at the end there are no rows left to fill the slots with

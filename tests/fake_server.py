@@ -1,7 +1,7 @@
 """An OpenAI-compatible server that answers at once and fails on request.
 
 Answers are a function of the messages alone, so two runs can be compared. Faults come by chance (`Faults`, seeded),
-by marker in the last user turn (`#400`, `#overflow`, `#empty`, `#length`, `#think`, `#hang`), or by death and return
+by marker in the last user turn (`#400`, `#overflow`, `#empty`, `#length`, `#think`, `#call`, `#hang`), or by death and return
 (`die`, `revive`, `flap`).
 `python tests/fake_server.py PORT` runs one in a process of its own.
 """
@@ -122,8 +122,10 @@ class FakeServer:
                                                         '(2048 tokens)',
                                                                    'type': 'exceed_context_size_error'}})
         if '#hang' in text: return
-        content = '' if '#empty' in text else answer(messages)
+        content = '' if '#empty' in text or '#call' in text else answer(messages)
         message = {'role': 'assistant', 'content': content}
+        if '#call' in text:
+            message['tool_calls'] = [{'id': 'a', 'type': 'function', 'function': {'name': 'f', 'arguments': '{}'}}]
         if '#think' in text: message['reasoning_content'] = 'Hmm, let me think.'
         choice = {'index': 0, 'message': message, 'finish_reason': 'length' if '#length' in text else 'stop'}
         ids = list(content.encode()) + [2]

@@ -27,8 +27,10 @@ def check(body):
     "Fields that the request model has not got, the values it kept, and what it hands to the sampler"
     unknown = sorted(set(body) - set(ChatCompletionRequest.model_fields))
     request = ChatCompletionRequest(**body)
-    kept = {k: getattr(request, k) for k in body if k not in unknown and k != 'messages'}
-    return dict(unknown=unknown, kept=kept, sampler=request.to_sampling_params(stop=[], model_generation_config={}))
+    kept = {k: getattr(request, k) for k in body if k not in (*unknown, 'messages', 'tools')}
+    return dict(unknown=unknown, kept=kept, tools=[t.function.name for t in request.tools or []],
+                roles=[m.role for m in request.messages],
+                sampler=request.to_sampling_params(stop=[], model_generation_config={}))
 
 
 asked = json.load(sys.stdin)

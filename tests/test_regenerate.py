@@ -92,6 +92,55 @@ def test_presets_are_sent_whole_and_said(tmp_path, capsys, name, owned_by):
     names = ('temperature', 'top_p', 'top_k', 'min_p', 'repetition_penalty', 'presence_penalty')
     assert tuple(row['sampling'][k] for k in names) == WANT[name] and row['sampling']['thinking'] is False
 
+def tool_row(id):
+    "A question, a recorded call with its result, an answer, another question and answer"
+    calls = [dict(id='c1', function=dict(name='add', arguments=dict(a=1, b=[2, 'π', None])))]
+    function = dict(name='add', description='sum', parameters=dict(type='object'))
+    return dict(id=id, tools=[dict(type='function', function=function)],
+                messages=[dict(role='user', content='1 + 2?'),
+                          dict(role='assistant', content=None, tool_calls=calls, reasoning_content='old thoughts'),
+                          dict(role='tool', content='3', tool_call_id='c1'), dict(role='assistant', content='old'),
+                          {'from': 'human', 'value': 'Thanks. And?'}, {'from': 'gpt', 'value': 'old'}])
+
+@pytest.mark.parametrize('owned_by', ['sglang', 'vllm', 'llamacpp'])
+def test_tool_turns_are_context(tmp_path, owned_by):
+    "A recorded call and its result stay; the plain answers behind them are asked anew, knowing both"
+    with FakeServer(owned_by=owned_by, token_ids=True) as server:
+        s = regenerate(write(tmp_path/'in.jsonl', [tool_row('t')]), tmp_path/'o'/'t.jsonl', [server.url],
+                       sampling='qwen3')
+        first,second = sorted(server.requests, key=lambda r: len(r['messages']))
+    row, = read(tmp_path/'o'/'t.jsonl')
+    assert s.finish_reasons == {'kept': 1, 'stop': 2} and row['finish_reasons'] == ['kept', 'stop', 'stop']
+    assert [m['role'] for m in row['conversations']] == ['user', 'assistant', 'tool', 'assistant', 'user', 'assistant']
+    call = row['conversations'][1]
+    assert call['tool_calls'][0]['function']['arguments'] == dict(a=1, b=[2, 'π', None])
+    assert 'reasoning_content' not in call
+    assert row['token_ids'][0] is None and row['token_ids'][1] and row['tools'] == tool_row('t')['tools']
+    assert row['conversations'][3]['content'] == answer(first['messages']) != row['conversations'][5]['content']
+    assert len(second['messages']) == 5 and first['messages'] == second['messages'][:3]
+    sent = first['messages'][1]['tool_calls'][0]
+    assert sent['id'] == first['messages'][2]['tool_call_id'] == 'c1' and sent['type'] == 'function'
+    assert json.loads(sent['function']['arguments']) == dict(a=1, b=[2, 'π', None])
+    assert first['tools'] == row['tools'] and first.get('tool_choice') == ('none' if owned_by == 'vllm' else None)
+
+def test_a_kept_call_is_not_trained_on(tmp_path):
+    "The mask covers the two answers and neither the call nor anything else"
+    from deepspec.data.template import tokenize_conversations
+    from deepspec.model.target import toy_target
+    with FakeServer() as server:
+        regenerate(write(tmp_path/'in.jsonl', [tool_row('t')]), tmp_path/'o'/'t.jsonl', [server.url], sampling='qwen3')
+    row, = read(tmp_path/'o'/'t.jsonl')
+    tokenizer = toy_target().tokenizer
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}CALL "
+        "{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+    done, = tokenize_conversations([row], tokenizer)
+    assert 'CALL add' in tokenizer.decode(done.input_ids)
+    trained = tokenizer.decode(done.input_ids[done.loss_mask == 1])
+    given = [row['conversations'][i]['content'] for i in (3, 5)]
+    assert trained == ''.join(f'{text}<|im_end|>' for text in given)
+
 def test_seeds_depend_on_the_row_alone(tmp_path):
     seeds = []
     for window in (1, 7):
@@ -102,23 +151,26 @@ def test_seeds_depend_on_the_row_alone(tmp_path):
     assert seeds[0] == seeds[1] and len(set(seeds[0].values())) == 18
 
 def test_reject_reasons(tmp_path):
-    marks = {1: '#400', 2: '#overflow', 3: '#empty', 4: '#length', 5: '#think'}
-    rows = make_rows(6, mark=lambda i: marks.get(i, ''))
+    marks = {1: '#400', 2: '#overflow', 3: '#empty', 4: '#length', 5: '#think', 6: '#call'}
+    rows = make_rows(7, mark=lambda i: marks.get(i, ''))
     extra = [b'{"id": "r0", "conversations": []}', b'not json', b'{"conversations": []}',
              b'{"id": "x", "conversations": [{"role": "user", "content": null}]}',
              b'{"id": "y", "conversations": [{"role": "assistant", "content": "a"}]}', b'', b'[1]',
              b'{"id": "z", "conversations": [{"role": "user", "content": "u"}, {"role": "assistant", "content": null, '
-             b'"tool_calls": [{}]}]}']
+             b'"tool_calls": [{"function": {"name": "f"}}]}]}',
+             b'{"id": "v", "conversations": [{"role": "user", "content": "u"}, {"role": "assistant", "content": null, '
+             b'"tool_calls": [{}]}]}',
+             b'{"id": "w", "conversations": [{"role": "user", "content": "u"}], "tools": "{"}']
     path = write(tmp_path/'in.jsonl', rows)
     path.write_bytes(b'\xef\xbb\xbf' + path.read_bytes() + b'\r\n'.join(extra))
     with FakeServer() as server:
         s = regenerate(path, tmp_path/'o'/'t.jsonl', [server.url], sampling='qwen3', patience=HASTY)
         assert s.num_rows == 2 and s.complete and s.finish_reasons == {'stop': 1, 'length': 1}
-        want = dict(refused_by_server=1, context_overflow=1, empty_content=1, thinking=1, duplicate_id=1, bad_row=4,
-                    bad_roles=1, tool_calls=1)
+        want = dict(refused_by_server=1, context_overflow=1, empty_content=1, thinking=1, duplicate_id=1, bad_row=6,
+                    bad_roles=1, tool_calls=1, no_tool_result=1)
         assert s.reject_reasons == want
         rejected = read(tmp_path/'o'/'t.rejected.jsonl')
-        assert len({r['id'] for r in rejected}) == 11 and all(r['detail'] for r in rejected)
+        assert len({r['id'] for r in rejected}) == 14 and all(r['detail'] for r in rejected)
         assert regenerate(path, tmp_path/'o'/'t.jsonl', [server.url], sampling='qwen3').num_new_rows == 0
         cut = regenerate(path, tmp_path/'o2'/'t.jsonl', [server.url], sampling='qwen3', reject_length=True)
     assert cut.reject_reasons['length'] == 1 and cut.num_rows == 1

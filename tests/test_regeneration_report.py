@@ -22,7 +22,8 @@ def record_run(folder):
 def test_report_shows_the_run(tmp_path):
     summary = record_run(tmp_path)
     given = dict(original=str(tmp_path/'train.jsonl'), regenerated=str(tmp_path/'new'/'train.jsonl'), num_samples=3)
-    done = papermill.execute_notebook(ROOT/'reports'/'regeneration.ipynb', tmp_path/'report.ipynb', given, progress_bar=False)
+    report = ROOT/'reports'/'regeneration.ipynb'
+    done = papermill.execute_notebook(report, tmp_path/'report.ipynb', given, progress_bar=False)
     outputs = [o for c in done.cells for o in c.get('outputs', ())]
     figures = [o for o in outputs if 'image/png' in o.get('data', {})]
     said = '\n'.join(''.join(o['data'].get('text/markdown', '')) for o in outputs if 'data' in o)

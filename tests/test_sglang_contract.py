@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-from deepspec.data.chat import parse_answer
+from deepspec.data.chat import parse_answer, wire_messages, wire_tools
 from deepspec.data.sampling import PRESETS, Sampling, wire_fields
 from deepspec.data.servers import SGLang
 from deepspec.io import cache_home
@@ -26,6 +26,10 @@ SGLANG = '0.5.23'
 # what its parser and protocol modules import, beside what this package needs itself
 IMPORTED = ('msgspec', 'openai', 'orjson', 'pybase64', 'sniffio', 'starlette', 'triton')
 GUIDE = ROOT/'docs'/'guides'/'regeneration.md'
+TOOL_TURNS = [dict(role='user', content='1 + 2?'), dict(role='tool', content='3')]
+CALL = dict(function=dict(name='add', arguments=dict(a=1)))
+TOOL_TURNS.insert(1, dict(role='assistant', content='', tool_calls=[CALL]))
+TOOLS = [dict(type='function', function=dict(name='add', description='sum', parameters=dict(type='object')))]
 HI = [dict(role='user', content='hi')]
 
 
@@ -74,6 +78,8 @@ def contract():
                SGLang(tp_size=2, flags=('--context-length', '8192')), SGLang(flags=('--no-such-flag',))]
     requests = [dict(messages=HI, model='m', stream=False, **wire_fields(s, 77, 'sglang', True, seed=3))
                 for s in SAMPLINGS.values()]
+    requests.append(dict(messages=wire_messages(TOOL_TURNS), model='m', **wire_tools(TOOLS, 'sglang'),
+                         **wire_fields(FULL, 77, 'sglang')))
     choice = dict(index=0, message=dict(role='assistant', content='Hello'), finish_reason='stop',
                   response_token_ids=[7, 2])
     asked = dict(commands=[e.command('Qwen/Qwen3-4B', 30_003) for e in engines], flags=table_flags(),
@@ -112,6 +118,12 @@ def test_sglang_takes_our_requests(contract, rank, name):
     for field in ('temperature', 'top_p', 'top_k', 'min_p', 'repetition_penalty', 'presence_penalty'):
         assert seen['sampler'][field] == getattr(sampling, field), field
     assert seen['sampler']['max_new_tokens'] == 77 and seen['sampler']['sampling_seed'] == 3
+
+
+@pytest.mark.slow # needs the environment
+def test_sglang_takes_tool_turns(contract):
+    seen = contract['requests'][-1]
+    assert seen['unknown'] == [] and seen['tools'] == ['add'] and seen['roles'] == ['user', 'assistant', 'tool']
 
 
 @pytest.mark.slow # needs the environment

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Answer', 'RowRefused', 'ServerTrouble', 'parse_answer', 'retry_after_s', 'failure', 'base_url', 'server_label',
-           'ChatRequest', 'HttpServer']
+           'wire_messages', 'wire_tools', 'ChatRequest', 'HttpServer']
 
 # %% ../../nbs/14c_chat.ipynb #c003
 import asyncio, email.utils, json, time
@@ -64,6 +64,7 @@ def parse_answer(
     if not isinstance(content, str) or not finish_reason:
         raise ServerTrouble(f"response without text content or finish_reason: {body[:80]!r}")
     if finish_reason == 'abort': raise ServerTrouble('server aborted the request')
+    if message.get('tool_calls'): finish_reason = 'tool_calls' # some servers say `stop` here
     return Answer(content=content, finish_reason=finish_reason, prompt_tokens=usage.get('prompt_tokens'),
                   completion_tokens=usage.get('completion_tokens'), token_ids=ids, thinking=thinking)
 
@@ -118,6 +119,38 @@ def server_label(
     "`host:port` of a local server, `server N` of a remote one"
     parts = urlsplit(url)
     return f'{parts.hostname}:{parts.port}' if parts.hostname in ('127.0.0.1', 'localhost', '::1') else f'server {rank}'
+
+# %% ../../nbs/14c_chat.ipynb #c016t
+def wire_messages(
+    messages:list, # Of `role`, `content`, and `tool_calls` with arguments as objects
+)->list: # As the protocol wants them
+    "Messages with tool calls in OpenAI's form; a result without an id takes that of its call"
+    out,open_ids = [],[]
+    for i,message in enumerate(messages):
+        message = {k: message[k] for k in ('role', 'content', 'name', 'tool_call_id', 'tool_calls') if k in message}
+        if calls := message.get('tool_calls'):
+            message['tool_calls'] = [_wire_call(c, f'call_{i}_{k}') for k,c in enumerate(calls)]
+            open_ids = [c['id'] for c in message['tool_calls']]
+        elif message['role'] == 'tool':
+            message.setdefault('tool_call_id', open_ids[0] if open_ids else f'call_{i}')
+            open_ids = [o for o in open_ids if o != message['tool_call_id']]
+        out.append(message)
+    return out
+
+def _wire_call(call, fallback_id):
+    "One tool call, its arguments as JSON"
+    function = call['function']
+    arguments = json.dumps(function['arguments'], ensure_ascii=False)
+    return dict(id=call.get('id', fallback_id), type='function',
+                function=dict(name=function['name'], arguments=arguments))
+
+def wire_tools(
+    tools:list|None, # JSON schemas of tools
+    dialect:str, # As in `wire_fields`
+)->dict: # Fields of the request
+    "Schemas of tools as request fields; none without tools"
+    if not tools: return {}
+    return dict(tools=tools) | (dict(tool_choice='none') if dialect == 'vllm' else {})
 
 # %% ../../nbs/14c_chat.ipynb #c017
 @dataclass(frozen=True, kw_only=True)
@@ -178,9 +211,11 @@ class HttpServer:
         messages:list, # Of `role` and `content`
         request:ChatRequest, # Shared settings
         seed:int|None=None, # Of this answer
+        tools:list|None=None, # JSON schemas of the conversation's tools
     )->Answer: # One answer
         "One answer; `RowRefused` or `ServerTrouble`"
-        payload = dict(model=request.model or self.model, messages=messages, stream=False)
+        payload = dict(model=request.model or self.model, messages=wire_messages(messages), stream=False)
+        payload |= wire_tools(tools, self.dialect)
         payload |= wire_fields(request.sampling, request.max_tokens, self.dialect, request.keep_token_ids, seed)
         status,headers,body = await self._fetch('POST', '/v1/chat/completions', json=payload)
         if status != 200: raise failure(status, body, headers)

@@ -158,8 +158,8 @@ def mark_duplicates(
             n = int(order[i + 1])
             own,other = (row_id_at(rows, f, int(m)) for m in (n, order[i]))
             if own != other:
-                raise ValueError(f"{rows.path}, line {rows.line_numbers[n]}: the ids {own!r} and {other!r} have the same "
-                                 "hash; rename one of them")
+                raise ValueError(f"{rows.path}, line {rows.line_numbers[n]}: the ids {own!r} and {other!r} have the "
+                                 "same hash; rename one of them")
             rows.problems[n] = 'duplicate_id'
     for n in np.sort(order[again + 1]): rows.keys[n] = id_key(line_id(int(rows.line_numbers[n])))
 
