@@ -5,7 +5,7 @@ python benchmarks/bench_regenerate.py [--rows 4000]
 python benchmarks/bench_regenerate.py --memory --rows 1300000
 python benchmarks/bench_regenerate.py --embedded --rows 48 --slots 8 16 --repeats 2
 """
-import argparse, asyncio, json, subprocess, sys, tempfile, threading, time, urllib.request
+import argparse, asyncio, json, resource, subprocess, sys, tempfile, threading, time, urllib.request
 from pathlib import Path
 
 import aiohttp
@@ -113,6 +113,11 @@ def watch_slots(url, out, ended, looks):
         busy = sum(s['is_processing'] for s in slots)
         looks.append((busy, out.read_bytes().count(b'\n') if out.exists() else 0))
 
+def children_cpu_s():
+    "CPU seconds of all processes that we have started and that have ended"
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
 def bench_embedded(slots, num_rows, max_tokens):
     "Tokens/s of the embedded server, and how many of its slots were at work, as the server itself says"
     folder = Path(tempfile.mkdtemp())
@@ -120,6 +125,7 @@ def bench_embedded(slots, num_rows, max_tokens):
                'apples cost?'
                for i in range(num_rows)]
     path = write_rows(folder/'in.jsonl', prompts)
+    before_s = children_cpu_s()
     with launch_servers(engine=LlamaCpp(slots=slots), log_dir=folder/'logs') as urls:
         ended,looks = threading.Event(),[]
         watch = threading.Thread(target=watch_slots, args=(urls[0], folder/'out'/'train.jsonl', ended, looks))
@@ -130,7 +136,8 @@ def bench_embedded(slots, num_rows, max_tokens):
     # at the end there are no rows left to fill the slots with
     full = [b for b,finished in looks if num_rows - finished >= slots]
     return dict(slots=slots, rows=num_rows, tokens=summary.completion_tokens, s=summary.elapsed_s,
-                tokens_per_s=summary.tokens_per_s, num_looks=len(looks),
+                tokens_per_s=summary.tokens_per_s, # a busy machine slows this, but not the next one
+                tokens_per_cpu_s=round(summary.completion_tokens/(children_cpu_s() - before_s), 1), num_looks=len(looks),
                 mean_busy=round(sum(b for b,_ in looks)/len(looks), 2),
                 occupancy=round(sum(b for b,_ in looks)/len(looks)/slots, 3),
                 occupancy_while_rows_suffice=round(sum(full)/len(full)/slots, 3))

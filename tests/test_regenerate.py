@@ -121,7 +121,7 @@ def test_tool_turns_are_context(tmp_path, owned_by):
     sent = first['messages'][1]['tool_calls'][0]
     assert sent['id'] == first['messages'][2]['tool_call_id'] == 'c1' and sent['type'] == 'function'
     assert json.loads(sent['function']['arguments']) == dict(a=1, b=[2, 'π', None])
-    assert first['tools'] == row['tools'] and first.get('tool_choice') == ('none' if owned_by == 'vllm' else None)
+    assert first['tools'] == row['tools'] and first.get('tool_choice') == (None if owned_by == 'sglang' else 'none')
 
 def test_a_kept_call_is_not_trained_on(tmp_path):
     "The mask covers the two answers and neither the call nor anything else"
