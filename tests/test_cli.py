@@ -95,6 +95,7 @@ def test_flags_for_the_engine_reach_it(tmp_path):
     refused(deepspec('serve', '--engine', 'sglang', '--target', 'Qwen/Qwen3-4B', '--engine-python', stand_in, *flags, cwd=tmp_path),
             'exit code 3', 'sglang.launch_server --model-path Qwen/Qwen3-4B', '--tp-size 2', '--mem-fraction-static 0.8',
             '--context-length 8192 --x a b')
+    assert [p.name for p in (tmp_path/'logs'/'sglang_qwen3_4b').iterdir()] == ['server_30000.log']
 
 
 def test_sampling_options_replace_the_presets(rows, tmp_path):

@@ -177,6 +177,11 @@ def test_the_real_server_end_to_end(tmp_path):
     rows = [dict(id=f'r{i}', conversations=[dict(role='user', content=f'Name {i + 2} colours.'),
                                             dict(role='assistant', content='old'),
                                             dict(role='user', content='Thank you. And one animal?')]) for i in range(6)]
+    call = dict(role='assistant', content='', tool_calls=[dict(function=dict(name='add', arguments=dict(a=1, b=2)))])
+    turns = [dict(role='user', content='What is 1 + 2?'), call, dict(role='tool', content='3'),
+             dict(role='assistant', content='old')]
+    rows.append(dict(id='tool', conversations=turns,
+                     tools=[dict(type='function', function=dict(name='add', parameters=dict(type='object')))]))
     (tmp_path/'in.jsonl').write_text(''.join(json.dumps(r) + '\n' for r in rows))
     with launch_servers(engine=LlamaCpp(slots=4), log_dir=tmp_path/'logs') as urls:
         summary = regenerate(tmp_path/'in.jsonl', tmp_path/'o'/'train.jsonl', urls, max_tokens=24)
@@ -192,11 +197,12 @@ def test_the_real_server_end_to_end(tmp_path):
             request = urllib.request.Request(f'{urls[0]}/tokenize', body, {'Content-Type': 'application/json'})
             tokens = json.load(urllib.request.urlopen(request))['tokens']
             assert tokens == tokenizer(text, add_special_tokens=False)['input_ids']
-    assert (summary.num_rows, summary.num_rejected) == (6, 0)
+    assert (summary.num_rows, summary.num_rejected, summary.finish_reasons['kept']) == (7, 0, 1)
     assert all(abs(t['logprob'] - GOLDEN_LOGPROBS[t['token']]) < .1 for t in top)
     for row in map(json.loads, open(tmp_path/'o'/'train.jsonl')):
         given = [t['content'] for t in row['conversations'] if t['role'] == 'assistant']
         for content,ids,reason in zip(given, row['token_ids'], row['finish_reasons']):
+            if reason == 'kept': continue
             assert (ids[-1] == tokenizer.eos_token_id) == (reason == 'stop')
             assert tokenizer.decode(ids[:-1] if reason == 'stop' else ids) == content
 
