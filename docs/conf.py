@@ -2,6 +2,10 @@
 from configparser import ConfigParser
 from pathlib import Path
 
+from docutils import nodes
+from docutils.parsers.rst import Directive
+from docutils.parsers.rst.directives import unchanged_required
+
 settings = ConfigParser(delimiters=['='], comment_prefixes=(';', '#'))
 settings.read(Path(__file__).parent.parent/'settings.ini', encoding='utf-8')
 meta = settings['DEFAULT']
@@ -19,3 +23,21 @@ html_title = 'deepspec'
 html_static_path = ['static']
 html_css_files = ['house.css']
 pygments_style, pygments_dark_style = 'default', 'monokai'
+
+
+class ThemedFigure(Directive):
+    "`images/NAME-light.svg` or `images/NAME-dark.svg`, whichever the page's theme asks for, above a caption"
+    required_arguments, has_content, option_spec = 1, True, dict(alt=unchanged_required)
+
+    def run(self):
+        env, figure = self.state.document.settings.env, nodes.figure(align='center')
+        for theme in ('light', 'dark'):
+            path = f'/images/{self.arguments[0]}-{theme}.svg'
+            env.note_dependency(env.relfn2path(path)[1])
+            figure += nodes.image(uri=path, alt=self.options['alt'], classes=[f'only-{theme}'])
+        caption, _ = self.state.inline_text(' '.join(self.content), self.lineno)
+        figure += nodes.caption('', '', *caption)
+        return [figure]
+
+
+def setup(app): app.add_directive('themed-figure', ThemedFigure)
