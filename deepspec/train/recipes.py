@@ -143,12 +143,14 @@ def main(argv=None):
     "Train a named recipe; options after `--opts`"
     parser = argparse.ArgumentParser(description='Train a draft by the name of its recipe')
     parser.add_argument('recipe', help=', '.join(sorted(RECIPES)))
-    parser.add_argument('--cache', required=True, help='folder or URL of the target cache')
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument('--cache', help='folder or URL of the target cache')
+    source.add_argument('--jsonl', nargs='+', help='conversations instead: hidden states are captured while training')
     parser.add_argument('--out', required=True, help='folder of the run')
     parser.add_argument('--device', default=None, help='cpu or cuda')
     parser.add_argument('--opts', nargs='*', default=[], metavar='KEY=VALUE', help='fields of the recipe')
     a = parser.parse_args(argv)
-    try: train(named_recipe(a.recipe, a.opts), cache=a.cache, out_dir=a.out, device=a.device)
+    try: train(named_recipe(a.recipe, a.opts), cache=a.cache, samples=a.jsonl, out_dir=a.out, device=a.device)
     except ValueError as e: parser.exit(2, f'{e}\n')
 
 # %% ../../nbs/34_recipes.ipynb #c017

@@ -28,7 +28,8 @@ from .checkpoint import latest_checkpoint, load_training_state, save_checkpoint
 from .config import Recipe, recipe_from_dict, recipe_to_dict
 from .losses import chunked_terms, dspark_loss, eagle3_loss, readable_stats
 from .optim import MasterAdamW, learning_rate
-from .stream import SampleStream, StreamCollator, micro_batches, num_steps, stream_batches
+from .stream import (
+    SampleStream, StreamCollator, micro_batches, num_steps, online_samples, stream_batches)
 
 # %% ../../nbs/33_trainer.ipynb #c006
 @dataclass(frozen=True)
@@ -364,7 +365,10 @@ def _training_data(recipe, target, cache, samples):
     "The data set and whether hidden states are captured online; `ValueError` unless there is exactly one source"
     if (cache is None) == (samples is None): raise ValueError("train: give either cache= (hidden states on disk) or "
                                                               "samples= (captured online), not both or neither")
-    if samples is not None: return samples, True
+    if samples is not None:
+        given = [samples] if isinstance(samples, (str, os.PathLike)) else samples
+        if not isinstance(given[0], (str, os.PathLike)): return samples, True
+        return online_samples(given, target, recipe.training.max_length), True
     if not isinstance(cache, (str, os.PathLike)): return cache, False
     if '://' not in str(cache):
         validate_train_cache(cache, target_layer_ids=recipe.draft.target_layer_ids, hidden_size=target.hidden_size,
@@ -376,7 +380,7 @@ def train(
     *,
     out_dir, # Folder of the run
     cache=None, # Target cache: folder, URL or data set
-    samples=None, # Tokenised samples (`input_ids`, `loss_mask`) instead: hidden states are captured online
+    samples=None, # Instead, JSONL files or tokenised samples whose hidden states are captured online
     target=None, # A loaded target, or None for the recipe's
     resume:bool=True, # Go on from the last checkpoint, if there is one
     evaluate=None, # evaluate(draft, step) -> dict of numbers, every `eval_steps`
@@ -406,7 +410,8 @@ def launch(
     recipe:Recipe, # Complete configuration
     *,
     out_dir, # Folder of the run
-    cache, # Folder or URL of the target cache
+    cache=None, # Folder or URL of the target cache
+    samples=None, # Instead, JSONL files whose hidden states are captured online
     nproc:int, # Processes on this machine, one a GPU
     device:str|None=None, # cpu or cuda
     evaluate:str|None=None, # `module:function` instead of a callable, since processes cannot share one
@@ -414,8 +419,9 @@ def launch(
     "Run `train` in `nproc` processes by torchrun; `RuntimeError` with its exit code if that fails"
     out_dir = Path(out_dir)
     job,result = out_dir/'job.json',out_dir/'summary.json'
-    write_json(job, dict(recipe=recipe_to_dict(recipe), out_dir=str(out_dir), cache=str(cache), device=device,
-                         evaluate=evaluate))
+    write_json(job, dict(recipe=recipe_to_dict(recipe), out_dir=str(out_dir), device=device, evaluate=evaluate,
+                         cache=None if cache is None else str(cache),
+                         samples=None if samples is None else [str(s) for s in samples]))
     result.unlink(missing_ok=True)
     command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={nproc}', '-m',
                'deepspec.train.trainer', '--job', str(job)]
@@ -429,10 +435,11 @@ def launch(
 def main(argv=None):
     "`python -m deepspec.train.trainer --job job.json`, under torchrun or alone"
     parser = argparse.ArgumentParser(description='Train a draft from a job file')
-    parser.add_argument('--job', required=True, help='job.json with recipe, out_dir, cache, device, evaluate')
+    parser.add_argument('--job', required=True, help='job.json with recipe, out_dir, cache or samples, device, evaluate')
     job = read_json(parser.parse_args(argv).job)
     module,_,name = (job['evaluate'] or '').partition(':')
-    summary = train(recipe_from_dict(job['recipe']), out_dir=job['out_dir'], cache=job['cache'], device=job['device'],
+    summary = train(recipe_from_dict(job['recipe']), out_dir=job['out_dir'], cache=job['cache'],
+                    samples=job['samples'], device=job['device'],
                     evaluate=getattr(importlib.import_module(module), name) if module else None)
     if int(os.environ.get('RANK', 0)) == 0: write_json(Path(job['out_dir'])/'summary.json', asdict(summary))
 
