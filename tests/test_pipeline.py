@@ -53,6 +53,7 @@ def test_killed_runs_end_whole(finished):
     for name in ('pipeline', 'storage_cost', 'loss'):
         page = (out/'reports'/f'{name}.html').read_text()
         assert '<img' in page and not re.search(r'(src|href)="(https?:)?//', page), 'a page links to the outside'
+    assert '>target</th>' in (out/'reports'/'loss.html').read_text(), 'the loss report compares draft and target token by token'
     assert not list(out.rglob('*.tmp')), 'half-written files stay behind'
 
 

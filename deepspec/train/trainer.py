@@ -435,7 +435,7 @@ def launch(
 def main(argv=None):
     "`python -m deepspec.train.trainer --job job.json`, under torchrun or alone"
     parser = argparse.ArgumentParser(description='Train a draft from a job file')
-    parser.add_argument('--job', required=True, help='job.json with recipe, out_dir, cache or samples, device, evaluate')
+    parser.add_argument('--job', required=True, help='file with recipe, out_dir, cache or samples, device, evaluate')
     job = read_json(parser.parse_args(argv).job)
     module,_,name = (job['evaluate'] or '').partition(':')
     summary = train(recipe_from_dict(job['recipe']), out_dir=job['out_dir'], cache=job['cache'],
