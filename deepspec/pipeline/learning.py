@@ -16,17 +16,18 @@ import numpy as np
 
 from ..data.row_log import read_rows
 from ..io import read_json
-from .quickstart import (
-    SMOKE, Quickstart, QuickstartRun, build_quickstart_cache, prepare_prompts, prepare_target, regenerate_answers)
+from deepspec.pipeline.quickstart import (
+    SMOKE, Quickstart, QuickstartRun, build_quickstart_cache, prepare_prompts, prepare_target, quickstart_recipe,
+    regenerate_answers)
 from .steps import Step, claim_run_folder, run_steps
-from ..train.recipes import named_recipe
+from ..train.recipes import without_heads
 
 # %% ../../nbs/62b_learning.ipynb #c006
 @dataclass(frozen=True, kw_only=True)
 class Learning:
     "Settings of the comparison"
     base:Quickstart=Quickstart(train_rows=400, eval_rows=32, max_tokens=128, max_new_tokens=64, steps=400) # Data, sizes
-    drafts:tuple=('dspark', 'dflash') # Kinds of draft
+    drafts:tuple=('dspark', 'dflash') # Kinds of draft, each of them a DSpark with or without its heads
     seeds:tuple=(1, 2, 3) # Of data order and anchors, and of whatever weights start at random
     num_anchors:int=12 # Blocks trained a sample: half of the recipe's, since a step costs as much as its slots
     eval_batch_size:int=8 # Prompts decoded together
@@ -46,10 +47,9 @@ def learning_recipe(
 ): # `Recipe`
     "The small recipe of a draft with this budget and seed"
     draft,_,seed = name.split(' ')
-    base,toy = settings.base,settings.base.smoke
-    recipe = named_recipe(f"{draft}_{'toy' if toy else 'smollm2_135m'}", [f'num_anchors={settings.num_anchors}'])
-    training = replace(recipe.training, max_steps=base.steps, max_length=base.max_length, seed=int(seed))
-    return replace(recipe, target=QuickstartRun(out, base).target, training=training)
+    full = quickstart_recipe(QuickstartRun(Path(out), replace(settings.base, seed=int(seed))))
+    full = replace(full, draft=replace(full.draft, num_anchors=settings.num_anchors))
+    return full if draft == 'dspark' else without_heads(full, full.name.replace('dspark', draft))
 
 def train_one(
     out, # Run folder that holds the cache
