@@ -55,7 +55,7 @@ def test_it_learns(job):
     assert found[-1] < .97*found[0]
 
 
-@pytest.mark.parametrize('changes', [dict(micro_batch_size=1), dict(micro_batch_size=3), dict(gradient_checkpointing=True), dict(loss_chunk=5), dict(num_workers=1)],
+@pytest.mark.parametrize('changes', [dict(micro_batch_size=1), dict(micro_batch_size=3), dict(gradient_checkpointing=True), dict(loss_chunk=5), dict(blocks_at_once=3), dict(num_workers=1)],
                          ids=str)
 def test_how_a_step_is_cut_does_not_change_it(job, tmp_path, changes):
     train(with_training(job.recipe, **changes), cache=job.cache, out_dir=tmp_path/'run', device='cpu')

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['FREE_SETTINGS', 'Ranks', 'process_group', 'resolve_dtype', 'DraftTraining', 'shard', 'prepare_module',
-           'whole_weights', 'online_hidden_states', 'MetricsLog', 'stop_requests', 'train_step', 'step_record',
-           'claim_run', 'Trainer', 'TrainSummary', 'train', 'launch', 'main']
+           'whole_weights', 'online_hidden_states', 'MetricsLog', 'stop_requests', 'block_parts', 'train_step',
+           'step_record', 'claim_run', 'Trainer', 'TrainSummary', 'train', 'launch', 'main']
 
 # %% ../../nbs/33_trainer.ipynb #c003
 import argparse, contextlib, importlib, json, os, signal, subprocess, sys, time
@@ -135,7 +135,8 @@ def online_hidden_states(
     real = batch['attention_mask'].bool()
     if not (hidden[real].isfinite().all() and last[real].isfinite().all()):
         raise ValueError(f"{target.name}: its hidden states hold NaN or Inf; load it in bf16 or fp32, fp16 overflows")
-    return batch | dict(target_hidden_states=hidden.bfloat16(), target_last_hidden_states=last.bfloat16())
+    hidden,last = (x.masked_fill(~real[..., None], 0).bfloat16() for x in (hidden, last)) # zero padding, as a cache's
+    return batch | dict(target_hidden_states=hidden, target_last_hidden_states=last)
 
 # %% ../../nbs/33_trainer.ipynb #c015
 class MetricsLog:
@@ -191,6 +192,14 @@ def stop_requests(signals=(signal.SIGTERM, signal.SIGUSR1)):
         for s,handler in old.items(): signal.signal(s, handler)
 
 # %% ../../nbs/33_trainer.ipynb #c021
+def block_parts(
+    batch:dict, # A micro-batch
+    blocks_at_once:int|None, # Blocks together; None for all
+)->list: # Batches that hold a part of the blocks each
+    "The micro-batch once for each part of its blocks, or once"
+    if blocks_at_once is None or 'blocks' not in batch: return [batch]
+    return [batch | dict(blocks=b) for b in batch['blocks'].parts(blocks_at_once)]
+
 def train_step(
     module:DraftTraining, # Draft and loss
     optimizer:MasterAdamW, # Of the draft
@@ -198,26 +207,28 @@ def train_step(
     step:int, # From 0
     ranks:Ranks, # All processes
     asked:list, # Signals that arrived
+    blocks_at_once:int|None=None, # As in `TrainConfig`
 )->dict: # Global statistics, `grad_norm`, `stop`, and seconds by part
     "Forward and backward of every micro-batch, then one update"
     sums,clock = {},dict(loader_wait_s=0., forward_loss_s=0., backward_s=0., optimizer_s=0.)
     def timed(part, since):
         if ranks.device.type == 'cuda': torch.cuda.synchronize()
         clock[part] += time.perf_counter() - since
+    def add(more): sums.update({k: sums[k] + v if k in sums else v for k,v in more.items()})
     for get in batches:
         t = time.perf_counter()
         batch = get()
         timed('loader_wait_s', t)
-        t = time.perf_counter()
-        total,weight,stats = module(batch)
-        timed('forward_loss_s', t)
-        t = time.perf_counter()
-        total.backward()
-        optimizer.accumulate()
-        timed('backward_s', t)
-        stats = stats | dict(total=total.detach(), denominator=weight,
-                             tokens=batch['attention_mask'].sum(dtype=torch.float32))
-        sums = {k: sums[k] + v if sums else v for k,v in stats.items()}
+        add(dict(tokens=batch['attention_mask'].sum(dtype=torch.float32)))
+        for part in block_parts(batch, blocks_at_once):
+            t = time.perf_counter()
+            total,weight,stats = module(part)
+            timed('forward_loss_s', t)
+            t = time.perf_counter()
+            total.backward()
+            optimizer.accumulate()
+            timed('backward_s', t)
+            add(stats | dict(total=total.detach(), denominator=weight))
     t = time.perf_counter()
     sums = ranks.sum(sums | dict(stop=torch.tensor(float(bool(asked)), device=ranks.device)))
     norm = optimizer.finish(step, sums['denominator'].item(), ranks.world_size)
@@ -243,8 +254,7 @@ def step_record(
 
 # %% ../../nbs/33_trainer.ipynb #c023
 FREE_SETTINGS = ('micro_batch_size', 'num_workers', 'log_steps', 'save_steps', 'keep_last', 'eval_steps', 'parallel',
-                 'compile', 'loss_chunk',
-                 'gradient_checkpointing', 'tracker')
+                 'compile', 'loss_chunk', 'blocks_at_once', 'gradient_checkpointing', 'tracker')
 
 def claim_run(
     out_dir:Path, # Folder of the run
@@ -336,7 +346,8 @@ class Trainer:
             if main and self.step: bar.update(self.step)
             for batches in self.batches():
                 began = time.perf_counter()
-                found = train_step(self.module, self.optimizer, batches, self.step, self.ranks, asked)
+                found = train_step(self.module, self.optimizer, batches, self.step, self.ranks, asked,
+                                   t.blocks_at_once)
                 lr,stop = learning_rate(self.step, self.total, self.recipe.optim),bool(found['stop'])
                 self.step += 1
                 if main:
