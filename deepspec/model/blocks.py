@@ -286,7 +286,7 @@ def draft_family(
     model_type:str, # Of a draft's config.json
 )->Family: # Its classes
     "The family of a draft; `ValueError` for a model type no draft has"
-    families = dict(qwen3=QWEN3, gemma4_text=GEMMA4)
+    families = dict(qwen3=QWEN3, gemma4_text=GEMMA4, gemma4_unified_text=GEMMA4)
     if model_type not in families:
         raise ValueError(f"model_type {model_type!r}: no draft has this shape; known are {', '.join(families)}")
     return families[model_type]
@@ -310,11 +310,12 @@ def draft_shape(
         head_dim = getattr(target_config, 'head_dim',
                            None) or target_config.hidden_size//target_config.num_attention_heads
         return Qwen3Config(**copied, **shape, head_dim=head_dim)
-    if kind == 'gemma4_text':
+    if kind in ('gemma4_text', 'gemma4_unified_text'): # the 12B model is of the second kind
         full = target_config.layer_types.index('full_attention')
         layer,config = target_config.per_layer_config[full],target_config.to_dict()
         config |= dict(shape, global_head_dim=layer.head_dim, num_global_key_value_heads=layer.num_key_value_heads,
-                       num_kv_shared_layers=0, hidden_size_per_layer_input=0, enable_moe_block=False)
+                       num_kv_shared_layers=0)
+        config |= {k: off for k,off in (('hidden_size_per_layer_input', 0), ('enable_moe_block', False)) if k in config}
         config.pop('per_layer_config', None)
         return type(target_config).from_dict(config)
     raise ValueError(f"target model_type {kind!r}: no draft shape for it yet; use a Qwen3, Qwen2, Llama-family or "

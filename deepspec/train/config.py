@@ -67,6 +67,9 @@ class Recipe:
         if isinstance(self.draft, DSparkConfig) != (self.loss is not None):
             raise ValueError(f"Recipe {self.name}: {type(self.draft).__name__} with loss {self.loss}; DSpark needs a "
                              f"DSparkLoss, Eagle3 None")
+        if self.loss is None and self.training.blocks_at_once is not None:
+            raise ValueError(f"Recipe {self.name}: blocks_at_once={self.training.blocks_at_once}, but Eagle3 has no "
+                             f"blocks; leave it none")
 
 # %% ../../nbs/31b_train_config.ipynb #c008
 def _parse(text:str, kind, where:str):

@@ -88,6 +88,7 @@ class DraftTraining(nn.Module):
         self.draft,self.loss,self.loss_chunk = draft,loss,loss_chunk
 
     def forward(self, batch:dict):
+        "Sum with gradient, its weight, and the statistics of one batch"
         terms = lambda *args, **kwargs: chunked_terms(*args, chunk=self.loss_chunk, **kwargs)
         if self.loss is None: sums = eagle3_loss(self.draft, batch, terms)
         else: sums = dspark_loss(self.draft, batch, batch['blocks'], self.loss, terms)
