@@ -30,7 +30,8 @@ def prompt_sets(
         else: found.append((name, path) if equals else (Path(text).stem, text))
     names = [n for n,_ in found]
     if twice := sorted({n for n in names if names.count(n) > 1}):
-        raise ValueError(f"prompt set {twice[0]!r} is given twice; name one of them, as in mine={dict(found)[twice[0]]}")
+        raise ValueError(f"prompt set {twice[0]!r} is given twice; name one of them, "
+                         f"as in mine={dict(found)[twice[0]]}")
     return dict(found)
 
 # %% ../../nbs/67_cli_measure.ipynb #c009
@@ -49,8 +50,8 @@ def threshold_temperatures(
     if not threshold: return ()
     found = {name: t for name,folder in folders.items() if (t := saved_temperatures(folder))}
     if found and len(folders) > 1:
-        raise ValueError(f"--confidence-threshold {threshold:g}: temperatures of {', '.join(found)} fit no other draft; "
-                         "evaluate one draft at a time")
+        raise ValueError(f"--confidence-threshold {threshold:g}: temperatures of {', '.join(found)} fit no other "
+                         "draft; evaluate one draft at a time")
     return next(iter(found.values()), ())
 
 # %% ../../nbs/67_cli_measure.ipynb #c011
@@ -93,7 +94,8 @@ def evaluate(
                           confidence_threshold=confidence_threshold, seed=seed,
                           confidence_temperatures=threshold_temperatures(folders, confidence_threshold))
     loaded = load_target(target, device, torch_dtype(dtype))
-    results = evaluate_drafts(loaded, load_drafts(draft or [], loaded), sets, out, config, batch_size, num_prompts, multi_turn)
+    results = evaluate_drafts(loaded, load_drafts(draft or [], loaded), sets, out, config, batch_size, num_prompts,
+                              multi_turn)
     if as_json: return show(results['total'], True)
     if os.environ.get('RANK', '0') == '0': print(results_table(results))
 
@@ -117,7 +119,7 @@ def calibrate(
     seed: Annotated[int, typer.Option(help='Of the split')] = 0,
     as_json: Annotated[bool, AS_JSON] = False,
 ):
-    "Fit confidence temperatures, measure them on held-out cycles, save them with the draft"
+    "Fit temperatures to a draft's confidences, save them with it"
     from deepspec.eval.calibrate import calibrate_draft
     name,folder = split_draft(draft)
     found = calibrate_draft(cycles, name, folder, share, seed)
