@@ -38,7 +38,8 @@ def tuple_fields(
     source:str, # Code of its notebook
 )->str|None: # Its lines, or None if it is no `NamedTuple`
     "Fields of a `NamedTuple` with their comments, of which Python's signature says nothing"
-    found = re.search(rf'^class {re.escape(name)}\(NamedTuple\):\n(?:    ".*"\n)?((?:    \w+:.*\n?)+)', source, flags=re.M)
+    fields = r'\(NamedTuple\):\n(?:    ".*"\n)?((?:    \w+:.*\n?)+)'
+    found = re.search(rf'^class {re.escape(name)}' + fields, source, flags=re.M)
     return found and found[1].rstrip('\n')
 
 def signature_cell(
