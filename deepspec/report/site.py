@@ -170,7 +170,7 @@ def build_site(
     root = Path(root).resolve()
     write_pages(root, site_outputs(root, num_workers) if execute else {})
     if readme_only: return
-    command = [sys.executable, '-m', 'sphinx', '-b', 'html', '-W', '--keep-going', '-q', str(root/'docs'),
+    command = [sys.executable, '-m', 'sphinx', '-b', 'html', '-a', '-W', '--keep-going', '-q', str(root/'docs'),
                str(root/out)]
     if subprocess.run(command).returncode: raise SystemExit('the docs build has warnings; see above')
     print(f'{root/out}/index.html')
