@@ -1,10 +1,12 @@
 """Time of making loss masks and indexes, each beside its limit in the same run.
 
     python benchmarks/bench_data.py [--tokenizer FOLDER] [--seconds 2]
+    python benchmarks/bench_data.py --rows 1300000
 
 Masks: the limit is what nobody can avoid, rendering every conversation and one batched encode of the texts.
 `ours / limit` must stay below 1.25 for 1, 5 and 20 turns, and the time per turn must not grow with the turns.
 Index: the limit is a loop of `readline` over the memory map that finds the same rows.
+With `--rows`, only the peak memory of splitting so many rows, indexing them and reading them once.
 """
 
 import argparse
@@ -13,10 +15,12 @@ import mmap
 import os
 import random
 import tempfile
+import threading
 import time
 from pathlib import Path
 
 from deepspec.data.jsonl import JsonLineDataset, row_offsets
+from deepspec.data.prompts import split_prompts
 from deepspec.data.template import resolve_template, tokenize_conversations
 
 WORDS = (
@@ -128,6 +132,58 @@ def bench_index(seconds, num_nbytes, words):
         )
 
 
+class PeakMemory(threading.Thread):
+    "Highest memory of this process that no file backs, in MB above the start, looked at every 20 ms while inside `with`"
+
+    def __enter__(self):
+        self.over, self.start_mb, self.peak_mb = threading.Event(), self.now(), 0
+        self.start()
+        return self
+
+    def now(self):
+        lines = Path('/proc/self/status').read_text().splitlines()
+        return int(next(x for x in lines if x.startswith('RssAnon')).split()[1]) / 1000
+
+    def run(self):
+        while not self.over.wait(0.02):
+            self.peak_mb = max(self.peak_mb, self.now() - self.start_mb)
+
+    def __exit__(self, *_):
+        self.over.set()
+        self.join()
+
+
+def write_rows(path, num_rows):
+    "Distinct conversations, two turns each"
+    chats = [r['conversations'] for r in make_rows(1000, 2, random.Random(0), 30)]
+    with open(path, 'w') as f:
+        for i in range(num_rows):
+            first, *rest = chats[i % 1000]
+            first = dict(first, content=f"{i}: {first['content']}")
+            f.write(json.dumps(dict(id=str(i), conversations=[first, *rest])) + '\n')
+
+
+def bench_memory(num_rows):
+    "Peak memory of splitting, indexing and reading a tenth of `num_rows` rows, then all of them"
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ['DEEPSPEC_CACHE_DIR'] = folder
+        for count in (num_rows // 10, num_rows):
+            source, out = Path(folder) / f'{count}.jsonl', Path(folder) / str(count)
+            write_rows(source, count)
+            started = time.perf_counter()
+            with PeakMemory() as splitting:
+                split_prompts(source, out)
+            with PeakMemory() as reading:
+                rows = JsonLineDataset(out / 'train.jsonl')
+                for i in range(len(rows)):
+                    rows[i]
+            took = f"{time.perf_counter() - started:.0f} s"
+            print(
+                f"{count} rows, {source.stat().st_size / 1e6:.0f} MB, {took}: peak while splitting "
+                f"{splitting.peak_mb:+.0f} MB, while indexing and reading {reading.peak_mb:+.0f} MB"
+            )
+
+
 if __name__ == '__main__':
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -136,7 +192,10 @@ if __name__ == '__main__':
     )
     parser.add_argument('--seconds', type=float, default=2, help='time for each measurement')
     parser.add_argument('--mbytes', type=int, default=100, help='size of the file to index')
+    parser.add_argument('--rows', type=int, help='measure memory over so many rows instead')
     args = parser.parse_args()
+    if args.rows:
+        raise SystemExit(bench_memory(args.rows))
     if args.tokenizer:
         from transformers import AutoTokenizer
 

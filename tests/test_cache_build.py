@@ -145,7 +145,7 @@ def test_states_that_are_not_finite(value, source, tmp_path):
     target = toy_target()
     poisoned = target.tokenizer('5')['input_ids'][0]
     target.model.get_input_embeddings().weight.data[poisoned] = value
-    with pytest.raises(ValueError, match='source row 5'): build_cache(source, tmp_path/'c', target, **SETTINGS)
+    with pytest.raises(ValueError, match="sample 'row-5', source row 5"): build_cache(source, tmp_path/'c', target, **SETTINGS)
     # what was captured so far is kept
     summary = build_cache(source, tmp_path/'c', target, non_finite='reject', **SETTINGS)
     manifest = json.loads((tmp_path/'c'/'manifest.json').read_text())

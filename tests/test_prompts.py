@@ -349,6 +349,8 @@ prompts.split_prompts({str(fifo)!r}, {str(tmp_path / 'out')!r})"""
         os.kill(p.pid, signal.SIGKILL)
     assert not [f for f in (tmp_path / 'out').iterdir() if not f.name.startswith('.')]
     assert split_prompts(fifo, tmp_path / 'out').num_rows == 2000
+    left = sorted(f.name for f in (tmp_path / 'out').iterdir())
+    assert left == ['eval.jsonl', 'rejected.jsonl', 'summary.json', 'train.jsonl']
 
 
 def test_memory_stays_flat(tmp_path):

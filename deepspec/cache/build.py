@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['WINDOW_BATCHES', 'MAX_PADDING', 'SMALL_BATCH', 'MIN_UNIT_NBYTES', 'MAX_UNITS', 'token_budget_batches', 'cut_by_sum',
-           'capture_samples', 'UnitRecord', 'capture_unit', 'config_sha256', 'fingerprint', 'weights_sample',
-           'differences', 'unit_runs', 'BuildJob', 'unit_record', 'run_units', 'assemble', 'check_same',
-           'open_workspace', 'check_weights', 'check_room', 'make_settings', 'BuildSummary', 'run_job', 'make_job',
-           'build_cache', 'plan_from_jsonl', 'main']
+           'capture_samples', 'NonFiniteStates', 'UnitRecord', 'capture_unit', 'config_sha256', 'fingerprint',
+           'weights_sample', 'differences', 'unit_runs', 'BuildJob', 'unit_record', 'run_units', 'assemble',
+           'check_same', 'open_workspace', 'check_weights', 'check_room', 'make_settings', 'BuildSummary', 'run_job',
+           'make_job', 'build_cache', 'plan_from_jsonl', 'main']
 
 # %% ../../nbs/22_build_cache.ipynb #c003
 import hashlib, json, os, shutil, sys, time
@@ -35,7 +35,7 @@ from ..model.target import (DEFAULT_TARGET, Target, capture, check_layer_ids, de
 
 # %% ../../nbs/22_build_cache.ipynb #c007
 WINDOW_BATCHES = 16
-MAX_PADDING,SMALL_BATCH = .05,.25 # a batch that has reached a quarter of its budget stops growing at 5 % padding
+MAX_PADDING,SMALL_BATCH = .03,.25 # a batch that has reached a quarter of its budget stops growing at 3 % padding
 
 def token_budget_batches(
     seq_lens, # Tokens of each sample of a window
@@ -91,6 +91,14 @@ def capture_samples(
             if finite_B[i] else None for i,s in enumerate(samples)]
 
 # %% ../../nbs/22_build_cache.ipynb #c017
+class NonFiniteStates(ValueError):
+    "The target's hidden states of one source row hold NaN or infinity"
+    def __init__(self, row:int):
+        self.row = row
+        super().__init__(f"source row {row}: the target's hidden states hold NaN or infinity, expected finite values; "
+                         "look at the row, load the target in another dtype, or set non_finite='reject' to drop such "
+                         "rows")
+
 @dataclass(frozen=True)
 class UnitRecord:
     "What a finished unit says about itself"
@@ -160,8 +168,7 @@ def capture_unit(
 def _refuse_states(row, non_finite)->int:
     "The row, if it may be rejected"
     if non_finite == 'reject': return row
-    raise ValueError(f"source row {row}: the target's hidden states hold NaN or infinity, expected finite values; "
-                     "look at the row, load the target in another dtype, or set non_finite='reject' to drop such rows")
+    raise NonFiniteStates(row)
 
 # %% ../../nbs/22_build_cache.ipynb #c023
 def _sha256(text:str)->str: return hashlib.sha256(text.encode()).hexdigest()
@@ -258,6 +265,7 @@ def _capture_into_place(job, unit, samples, target, progress):
         fsync_dir(work)
         os.rename(work, job.unit_dir(unit))
         fsync_dir(job.tmp)
+    except NonFiniteStates as e: raise ValueError(f"sample {job.parts.rows[e.row].get('id')!r}, {e}") from None
     except OSError:
         if unit_record(job.unit_dir(unit)) is None: raise # otherwise another rank was first, with the same bytes
     finally: shutil.rmtree(work, ignore_errors=True)

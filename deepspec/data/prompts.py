@@ -20,7 +20,7 @@ from tempfile import TemporaryFile
 import numpy as np
 import xxhash
 
-from ..io import Progress, atomic_open, read_json, write_json
+from ..io import Progress, atomic_open, folder_lock, read_json, write_json
 
 # %% ../../nbs/11_prompts.ipynb #c006
 ROLES = dict(human='user', gpt='assistant', chatgpt='assistant', bing='assistant', bard='assistant',
@@ -346,7 +346,8 @@ def split_prompts(
     if found := _existing_summary(out_dir, settings, skip_existing): return found
     rows = read_source(source)
     with ExitStack() as stack:
-        out_dir.mkdir(parents=True, exist_ok=True)
+        stack.enter_context(folder_lock(out_dir))
+        for leftover in out_dir.glob('.*.jsonl.*.tmp'): leftover.unlink() # of a split that was killed
         files = {name: stack.enter_context(atomic_open(out_dir/name)) for name in OUTPUTS}
         spool = stack.enter_context(TemporaryFile(dir=out_dir))
         digests,id_hashes,reasons = _spool_rows(rows, spool, files['rejected.jsonl'], strict)

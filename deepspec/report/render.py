@@ -65,7 +65,8 @@ def execute_report(
     os.environ.setdefault('PYDEVD_DISABLE_FILE_VALIDATION', '1')
     try: pm.execute_notebook(str(path), str(out), parameters={k: _plain(v) for k,v in parameters.items()},
                              kernel_name='python3',
-                             cwd=cwd and str(cwd), progress_bar=progress, log_output=progress)
+                             cwd=cwd and str(cwd), progress_bar=progress, log_output=progress,
+                             extra_arguments=['--log-level=ERROR']) # the kernel speaks to this machine alone
     except pm.PapermillExecutionError as e:
         raise ValueError(
             f"{out}: cell {e.exec_count} failed: {e.ename}: {e.evalue}; open the notebook to see where") from None
