@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from fake_server import FakeServer
 
 from deepspec.model.target import save_toy_target
 
@@ -83,6 +84,29 @@ def test_port_in_use():
 
 def test_missing_package(toy):
     refused(deepspec('serve', '--engine', 'vllm', '--target', toy), 'vllm')
+
+
+def test_flags_for_the_engine_reach_it(tmp_path):
+    "The stand-in interpreter says what it was called with, and ends as a server with a bad flag does"
+    stand_in = tmp_path/'python'
+    stand_in.write_text('#!/bin/sh\necho "$@"; exit 3\n')
+    stand_in.chmod(0o755)
+    flags = ['--tp-size', 2, '--mem-fraction-static', .8, '--engine-flags', "--context-length 8192 --x 'a b'"]
+    refused(deepspec('serve', '--engine', 'sglang', '--target', 'Qwen/Qwen3-4B', '--engine-python', stand_in, *flags, cwd=tmp_path),
+            'exit code 3', 'sglang.launch_server --model-path Qwen/Qwen3-4B', '--tp-size 2', '--mem-fraction-static 0.8',
+            '--context-length 8192 --x a b')
+    assert [p.name for p in (tmp_path/'logs'/'sglang_qwen3_4b').iterdir()] == ['server_30000.log']
+
+
+def test_sampling_options_replace_the_presets(rows, tmp_path):
+    with FakeServer(model='Qwen3-4B') as server:
+        done = deepspec('regenerate', rows, '--out', tmp_path/'o'/'t.jsonl', '--server-address', server.url, '--temperature', 1.3,
+                        '--min-p', .02, '--disable-thinking', '--seed', 4, '--window', 2, '--json')
+        assert done.returncode == 0, done.stderr
+        assert server.max_in_flight <= 2 and len({r['seed'] for r in server.requests}) == 4
+    want = dict(temperature=1.3, top_p=.8, top_k=20, min_p=.02, repetition_penalty=1., chat_template_kwargs=dict(enable_thinking=False))
+    assert all({k: r[k] for k in want} == want for r in server.requests)
+    assert 'temperature=1.3, top_p=0.8, top_k=20, min_p=0.02' in done.stderr # the log says what is asked
 
 
 def test_no_server_answers(rows, tmp_path):
