@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['FAMILIES', 'MEMORY_NAMES', 'MEMORY_MODES', 'tiny_qwen', 'save_tiny_qwen', 'Decoding', 'StreamLayer', 'TitansOutput',
            'shift_labels', 'labelled', 'default_memory_layers', 'check_backbone', 'checked_inputs', 'check_rotary',
-           'StreamingGeneration', 'ChunkedQwen', 'QwenTitansForBABILong', 'is_memory_name', 'load_titans',
-           'memory_state_dict', 'load_memory_state']
+           'StreamingGeneration', 'ChunkedQwen', 'QwenTitansForBABILong', 'is_memory_name', 'memory_state_dict',
+           'load_memory_state']
 
 # %% ../../nbs/72_titans.ipynb #c003
 import inspect, warnings
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from fastcore.basics import patch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -186,7 +187,7 @@ def check_rotary(
     "`ValueError` if a cast has rounded them: in bf16 they are wrong by half a turn at 4,096 tokens"
     if inv_freq.dtype != torch.float32:
         raise ValueError(f"rotary frequencies are {inv_freq.dtype}, which ruins positions; load the model with "
-                         "load_titans(dtype=...) instead of casting it with .to()")
+                         "from_pretrained(dtype=...) instead of casting it with .to()")
 
 # %% ../../nbs/72_titans.ipynb #c017
 class StreamingGeneration:
@@ -327,7 +328,8 @@ def is_memory_name(
     "Whether a parameter belongs to a memory or its gate"
     return any(part in MEMORY_NAMES for part in name.split('.'))
 
-def load_titans(
+@patch(cls_method=True)
+def from_pretrained(cls:QwenTitansForBABILong,
     name_or_path:str,         # Folder or hub name of a Qwen3 or Qwen2
     memory_layers:tuple=None, # Layers that get a memory; see `default_memory_layers`
     memory_config:MemoryConfig=MemoryConfig(), # Shape and rule of the memories
@@ -339,7 +341,7 @@ def load_titans(
     "The model on a pretrained backbone; only the memory is trainable unless `train_base`"
     check_backbone(target_config(name_or_path), options.get('chunk_size', 4096))
     qwen = AutoModelForCausalLM.from_pretrained(name_or_path, dtype=dtype, attn_implementation='sdpa')
-    model = QwenTitansForBABILong(qwen, memory_layers, memory_config, **options)
+    model = cls(qwen, memory_layers, memory_config, **options)
     for name,p in model.named_parameters(): p.requires_grad_(train_base or is_memory_name(name))
     return model
 

@@ -30,7 +30,7 @@ from ..io import atomic_open, folder_lock, read_json, run_record, write_json
 from .babilong import (BABILongDataset, GeneratedRows, IGNORE, collate_babilong, is_correct,
                                        split_babilong)
 from .memory import MemoryConfig
-from .model import QwenTitansForBABILong, load_titans, tiny_qwen
+from .model import QwenTitansForBABILong, tiny_qwen
 from .model import is_memory_name, load_memory_state, memory_state_dict
 from .tasks import task_named, tiny_tokenizer
 from ..model.target import load_tokenizer
@@ -229,8 +229,9 @@ def build_model(
     else:
         tokenizer = load_tokenizer(config.model_name_or_path)
         if tokenizer.pad_token is None: tokenizer.pad_token = tokenizer.eos_token
-        model = load_titans(config.model_name_or_path, layers, memory_config(config), train_base=config.train_base,
-                            dtype=getattr(torch, config.dtype), **options)
+        model = QwenTitansForBABILong.from_pretrained(config.model_name_or_path, layers, memory_config(config),
+                                                      train_base=config.train_base, dtype=getattr(torch, config.dtype),
+                                                      **options)
     if config.memory == 'off': # weights that nothing uses would wait for a gradient for ever under DDP
         for name,p in model.named_parameters(): p.requires_grad_(p.requires_grad and not is_memory_name(name))
     if not any(p.requires_grad for p in model.parameters()):
