@@ -5,7 +5,8 @@
     python benchmarks/bench_decode.py --toy                        # seconds, for a look at the output
 
 Four ways side by side in one run: transformers' own `generate`, our plain loop, speculative decoding with the draft, and with
-a draft that costs nothing and is always right, which bounds what any draft can gain on this machine.
+a draft that costs nothing and is always right, which bounds what any draft can gain on this machine. Then what a verify pass over
+the whole block costs, in plain passes of one token: a cycle that commits fewer tokens than that loses time.
 """
 import argparse, json, time
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from deepspec.data.template import encode_prompts, resolve_template
 from deepspec.eval.decode import DecodeConfig, block_size, generate, speculative_generate
 from deepspec.eval.metrics import count_cycles
 from deepspec.eval.prompt_sets import sample_prompt_sets
+from deepspec.eval.schedule import profile_sps
 from deepspec.io import run_record, write_json
 from deepspec.model.drafts import draft_from_target, load_draft
 from deepspec.model.dspark import DSparkConfig
@@ -73,6 +75,12 @@ def bench(target, draft, prompts, config):
             'speculative': speed(fast), 'perfect draft': speed(perfect)}
 
 
+def verify_cost(target, num_tokens):
+    "Time of a pass over so many tokens of one row, in passes over one token"
+    table = profile_sps(target, (1, num_tokens), row_tokens=num_tokens, repeats=15)
+    return table(1)/table(num_tokens)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument('--target', default='smollm2_135m')
@@ -98,8 +106,11 @@ def main():
               + (f"{r['overhead']:9.1%} {r['draft_share']:6.1%}" if 'overhead' in r else ''))
     plain, fast, bound = (found[k]['tokens_per_s'] for k in ('plain', 'speculative', 'perfect draft'))
     print(f"speedup {fast/plain:.2f}, bound by a free and perfect draft {bound/plain:.2f}")
+    verified = block_size(draft) + 1
+    cost = verify_cost(target, verified)
+    print(f"a verify pass over {verified} tokens costs {cost:.2f} plain passes")
     record = run_record(threads=torch.get_num_threads(), **vars(args))
-    if args.out: write_json(args.out, dict(results=found, run=record))
+    if args.out: write_json(args.out, dict(results=found, verify_cost=dict(num_tokens=verified, plain_passes=cost), run=record))
     print(json.dumps(record['host']))
 
 

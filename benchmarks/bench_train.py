@@ -3,8 +3,10 @@
 python benchmarks/bench_train.py [--anchors 32 64 256 512] [--steps 2] [--dtype auto] [--out bench_train.json]
 
 Each case runs in a process of its own, since a peak cannot be taken back. Random weights and features of the right shapes: neither the
-time nor the memory depends on their values. The plain form keeps several [slots, 49152] tensors, so it is measured up to --plain-up-to
-anchors only; the bounds checked at the end are the ones the repository promises.
+time nor the memory depends on their values. Forms: `plain` is the definition of the loss, which keeps several [slots, 49152] tensors and is
+measured up to --plain-up-to anchors only; `chunked` is the recipe as it trains, forward and backward over 32 blocks at a time
+(`blocks_at_once`); `whole` is the chunked loss with all blocks at once, whose draft activations grow with the number of anchors, and
+`recomputed` is `whole` with gradient checkpointing. The bounds checked at the end are the ones the repository promises.
 """
 import argparse
 import json
@@ -22,7 +24,7 @@ from deepspec.train.losses import chunked_terms, dspark_loss, plain_terms
 from deepspec.train.optim import MasterAdamW
 from deepspec.train.recipes import named_recipe
 from deepspec.train.stream import SampleStream, StreamCollator, stream_batches
-from deepspec.train.trainer import resolve_dtype
+from deepspec.train.trainer import block_parts, resolve_dtype
 
 SMOLLM2 = LlamaConfig(vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
                       num_key_value_heads=3, max_position_embeddings=8192, rope_theta=100_000, rms_norm_eps=1e-5)
@@ -36,30 +38,41 @@ def samples(count, length):
     return [one() for _ in range(count)]
 
 
+FORMS = ('plain', 'chunked', 'whole', 'recomputed')
+
+
 def one_case(anchors, form, steps, length, dtype):
     "Seconds of each part of a step (the best of `steps`), and the peak of resident memory in bytes"
     recipe = named_recipe('dspark_smollm2_135m', [f'num_anchors={anchors}', f'dtype={dtype}'])
     draft = DSparkModel(dspark_config(SMOLLM2, recipe.draft))
     draft.init_weights(0)
     draft.to(resolve_dtype(dtype, torch.device('cpu'))).train()
-    draft.gradient_checkpointing = True # as a long run on many anchors would
+    draft.gradient_checkpointing,terms = form == 'recomputed', plain_terms if form == 'plain' else chunked_terms
+    blocks_at_once = recipe.training.blocks_at_once if form == 'chunked' else None
     optimizer = MasterAdamW(draft, recipe.optim, 100)
     stream = SampleStream(samples(2, length), 0)
     batches = iter(stream_batches(stream, [[s] for s in range(steps + 1)], StreamCollator(length, 0, anchors, recipe.draft.block_size), 'cpu'))
     best = None
     for step in range(steps + 1): # the first one warms up
-        marks = [time.perf_counter()]
+        parts,began = dict(loader=0., forward_loss=0., backward=0., optimizer=0.), time.perf_counter()
+        since = began
+        def lap(part):
+            nonlocal since
+            parts[part] += (now := time.perf_counter()) - since
+            since = now
         batch = next(batches)
-        marks.append(time.perf_counter())
-        sums = dspark_loss(draft, batch, batch['blocks'], recipe.loss, dict(plain=plain_terms, chunked=chunked_terms)[form])
-        marks.append(time.perf_counter())
-        sums.total.backward()
-        optimizer.accumulate()
-        marks.append(time.perf_counter())
-        optimizer.finish(step, sums.weight.item())
-        marks.append(time.perf_counter())
-        parts = dict(zip(('loader', 'forward_loss', 'backward', 'optimizer'), (b - a for a,b in zip(marks, marks[1:]))))
-        parts['step'] = marks[-1] - marks[0]
+        lap('loader')
+        weight = 0.
+        for part in block_parts(batch, blocks_at_once):
+            sums = dspark_loss(draft, part, part['blocks'], recipe.loss, terms)
+            lap('forward_loss')
+            sums.total.backward()
+            optimizer.accumulate()
+            weight += sums.weight.item()
+            lap('backward')
+        optimizer.finish(step, weight)
+        lap('optimizer')
+        parts['step'] = since - began
         if step and (best is None or parts['step'] < best['step']): best = parts
     slots = int(batch['blocks'].supervised_NK.sum())
     return dict(anchors=anchors, form=form, slots=slots, peak_nbytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss*1024, **{f'{k}_s': v for k,v in best.items()})
@@ -87,14 +100,15 @@ def main():
         anchors,form = args.case.split(',')
         print(json.dumps(one_case(int(anchors), form, args.steps, args.length, args.dtype)))
         return
-    rows = [in_process(args, a, f) for a in args.anchors for f in (('plain', 'chunked') if a <= args.plain_up_to else ('chunked',))]
-    print(f"{'anchors':>8} {'form':>8} {'slots':>6} {'loader':>8} {'forward+loss':>13} {'backward':>9} {'optimizer':>10} {'step':>8} {'peak':>9}")
+    rows = [in_process(args, a, f) for a in args.anchors for f in FORMS if f != 'plain' or a <= args.plain_up_to]
+    print(f"{'anchors':>8} {'form':>10} {'slots':>6} {'loader':>8} {'forward+loss':>13} {'backward':>9} {'optimizer':>10} {'step':>8} {'peak':>9}")
     for r in rows:
-        print(f"{r['anchors']:>8} {r['form']:>8} {r['slots']:>6} {r['loader_s']:>7.3f}s {r['forward_loss_s']:>12.3f}s {r['backward_s']:>8.3f}s "
+        print(f"{r['anchors']:>8} {r['form']:>10} {r['slots']:>6} {r['loader_s']:>7.3f}s {r['forward_loss_s']:>12.3f}s {r['backward_s']:>8.3f}s "
               f"{r['optimizer_s']:>9.3f}s {r['step_s']:>7.3f}s {human_nbytes(r['peak_nbytes']):>9}")
     by = {(r['anchors'], r['form']): r for r in rows}
     ratios = {}
-    if {(32, 'chunked'), (512, 'chunked')} <= set(by): ratios['peak memory, 512 over 32 anchors (at most 1.2)'] = by[512, 'chunked']['peak_nbytes']/by[32, 'chunked']['peak_nbytes']
+    for form,bound in (('chunked', ' (at most 1.2)'), ('whole', ''), ('recomputed', '')):
+        if {(32, form), (512, form)} <= set(by): ratios[f'peak memory, 512 over 32 anchors, {form}{bound}'] = by[512, form]['peak_nbytes']/by[32, form]['peak_nbytes']
     if {(64, 'plain'), (64, 'chunked')} <= set(by): ratios['step at 64 anchors, chunked over plain (at most 0.6)'] = by[64, 'chunked']['step_s']/by[64, 'plain']['step_s']
     for name,value in ratios.items(): print(f'{name}: {value:.2f}')
     if args.out: write_json(args.out, dict(rows=rows, ratios=ratios, run=run_record(**vars(args), threads=torch.get_num_threads())))

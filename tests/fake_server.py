@@ -1,7 +1,7 @@
 """An OpenAI-compatible server that answers at once and fails on request.
 
 Answers are a function of the messages alone, so two runs can be compared. Faults come by chance (`Faults`, seeded),
-by marker in the last user turn (`#400`, `#overflow`, `#empty`, `#length`, `#think`, `#hang`), or by death and return
+by marker in the last user turn (`#400`, `#overflow`, `#empty`, `#length`, `#think`, `#call`, `#hang`), or by death and return
 (`die`, `revive`, `flap`).
 `python tests/fake_server.py PORT` runs one in a process of its own.
 """
@@ -64,7 +64,7 @@ class FakeServer:
     slots: int = None      # llama-server's total_slots
     record: bool = True    # keep the bodies of requests
     latency_s: float = 0
-    token_ids: bool = False
+    token_ids: bool = False # give them to who asks, where this engine puts them
 
     def __post_init__(self):
         self.rng = random.Random(self.faults.seed)
@@ -122,11 +122,18 @@ class FakeServer:
                                                         '(2048 tokens)',
                                                                    'type': 'exceed_context_size_error'}})
         if '#hang' in text: return
-        content = '' if '#empty' in text else answer(messages)
+        content = '' if '#empty' in text or '#call' in text else answer(messages)
         message = {'role': 'assistant', 'content': content}
+        if '#call' in text:
+            message['tool_calls'] = [{'id': 'a', 'type': 'function', 'function': {'name': 'f', 'arguments': '{}'}}]
         if '#think' in text: message['reasoning_content'] = 'Hmm, let me think.'
         choice = {'index': 0, 'message': message, 'finish_reason': 'length' if '#length' in text else 'stop'}
-        if self.token_ids: choice['token_ids'] = list(content.encode()) + [2]
+        ids = list(content.encode()) + [2]
+        if not self.token_ids: pass
+        elif request.get('return_token_ids'):
+            choice['response_token_ids' if self.owned_by == 'sglang' else 'token_ids'] = ids
+        elif request.get('logprobs') and self.owned_by == 'llamacpp':
+            choice['logprobs'] = {'content': [{'id': i} for i in ids]}
         conn.send(200, {'id': 'x', 'model': self.model, 'choices': [choice],
                         'usage': {'prompt_tokens': sum(len(m['content'].split()) for m in messages),
                                   'completion_tokens': len(content.split()) + 1}})

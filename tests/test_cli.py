@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from fake_server import FakeServer
 
 from deepspec.model.target import save_toy_target
 
@@ -85,6 +86,29 @@ def test_missing_package(toy):
     refused(deepspec('serve', '--engine', 'vllm', '--target', toy), 'vllm')
 
 
+def test_flags_for_the_engine_reach_it(tmp_path):
+    "The stand-in interpreter says what it was called with, and ends as a server with a bad flag does"
+    stand_in = tmp_path/'python'
+    stand_in.write_text('#!/bin/sh\necho "$@"; exit 3\n')
+    stand_in.chmod(0o755)
+    flags = ['--tp-size', 2, '--mem-fraction-static', .8, '--engine-flags', "--context-length 8192 --x 'a b'"]
+    refused(deepspec('serve', '--engine', 'sglang', '--target', 'Qwen/Qwen3-4B', '--engine-python', stand_in, *flags, cwd=tmp_path),
+            'exit code 3', 'sglang.launch_server --model-path Qwen/Qwen3-4B', '--tp-size 2', '--mem-fraction-static 0.8',
+            '--context-length 8192 --x a b')
+    assert [p.name for p in (tmp_path/'logs'/'sglang_qwen3_4b').iterdir()] == ['server_30000.log']
+
+
+def test_sampling_options_replace_the_presets(rows, tmp_path):
+    with FakeServer(model='Qwen3-4B') as server:
+        done = deepspec('regenerate', rows, '--out', tmp_path/'o'/'t.jsonl', '--server-address', server.url, '--temperature', 1.3,
+                        '--min-p', .02, '--disable-thinking', '--seed', 4, '--window', 2, '--json')
+        assert done.returncode == 0, done.stderr
+        assert server.max_in_flight <= 2 and len({r['seed'] for r in server.requests}) == 4
+    want = dict(temperature=1.3, top_p=.8, top_k=20, min_p=.02, repetition_penalty=1., chat_template_kwargs=dict(enable_thinking=False))
+    assert all({k: r[k] for k in want} == want for r in server.requests)
+    assert 'temperature=1.3, top_p=0.8, top_k=20, min_p=0.02' in done.stderr # the log says what is asked
+
+
 def test_no_server_answers(rows, tmp_path):
     refused(deepspec('regenerate', rows, '--out', tmp_path/'o.jsonl', '--server-address', 'http://127.0.0.1:9'), '127.0.0.1:9')
 
@@ -111,3 +135,68 @@ def test_plan_of_the_public_recipe(tmp_path):
     (tmp_path/'config.json').write_text(json.dumps(config))
     result = deepspec('plan', '--target', tmp_path, '--layers', '1,9,17,25,33', '--num-samples', 1_300_000, '--tokens-per-sample', 1200, '--json')
     assert json.loads(result.stdout)['num_bytes'] == 1_300_000*(1200*30_726 + 56)
+
+
+@pytest.fixture(scope='module')
+def measured(toy, tmp_path_factory):
+    "A draft with heads and one without, and an evaluation of the first"
+    import torch
+    from deepspec.model.drafts import draft_from_target
+    from deepspec.model.dspark import DSparkConfig
+    from deepspec.model.target import load_target
+    out, target = tmp_path_factory.mktemp('measured'), load_target(toy)
+    choices = dict(target_layer_ids=(0, 1), mask_token_id=3, num_hidden_layers=1, block_size=4)
+    torch.manual_seed(0)
+    draft_from_target(target, DSparkConfig(**choices, markov_rank=8)).save_pretrained(out/'dspark'/'step_1')
+    draft_from_target(target, DSparkConfig(**choices, markov_head_type=None, enable_confidence_head=False)).save_pretrained(
+        out/'dflash'/'step_1')
+    done = deepspec('evaluate', 'sample', '--out', out/'eval', '--draft', f'dspark={out}/dspark/step_1', '--target', toy,
+                    '--max-new-tokens', 12, '--num-prompts', 2, '--json')
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)['drafts']['dspark']['identical_share'] == 1
+    return out
+
+
+def test_calibrate_sweep_and_schedule_follow_an_evaluation(measured, toy):
+    named = f'dspark={measured}/dspark/step_1'
+    done = deepspec('calibrate', measured/'eval'/'cycles.jsonl', '--draft', named)
+    assert done.returncode == 0 and 'ECE before' in done.stdout, done.stderr
+    temperatures = json.loads((measured/'dspark'/'step_1'/'confidence_calibration.json').read_text())['temperatures']
+    done = deepspec('sweep', 'sample', '--draft', named, '--out', measured/'eval'/'threshold_sweep.json', '--target', toy,
+                    '--threshold', 0, '--threshold', 1, '--max-new-tokens', 12, '--num-prompts', 1, '--json')
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found == json.loads((measured/'eval'/'threshold_sweep.json').read_text())
+    assert found['run']['config']['confidence_temperatures'] == temperatures and found['num_prompts'] == 4
+    assert [p['verified_per_cycle'] > 0 for p in found['points']] == [True, False]
+    done = deepspec('schedule', measured/'eval'/'cycles.jsonl', '--draft', named, '--target', toy, '--max-tokens', 20,
+                    '--concurrency', 1, '--concurrency', 4, '--out', measured/'eval'/'schedule.json', '--num-steps', 10)
+    assert done.returncode == 0 and done.stdout.splitlines()[0].split()[-2:] == ['1', '4'], done.stderr
+    again = deepspec('schedule', measured/'eval'/'cycles.jsonl', '--draft', 'dspark', '--concurrency', 2, '--out',
+                     measured/'again.json', '--speeds', measured/'eval'/'schedule.json', '--num-steps', 10, '--json')
+    first = json.loads((measured/'eval'/'schedule.json').read_text())
+    assert json.loads(again.stdout)['table'] == first['table'] and first['run']['config']['temperatures'] == temperatures
+    assert json.loads(again.stdout)['run']['config']['temperatures'] is None
+
+
+def test_threshold_uses_the_draft_s_own_calibration(measured, toy, tmp_path):
+    folder = measured/'dspark'/'step_1'
+    if not (folder/'confidence_calibration.json').exists(): deepspec('calibrate', measured/'eval'/'cycles.jsonl', '--draft', f'dspark={folder}')
+    options = ['--target', toy, '--max-new-tokens', 8, '--num-prompts', 1, '--confidence-threshold', .2]
+    done = deepspec('evaluate', 'sample', '--out', tmp_path/'eval', '--draft', f'dspark={folder}', *options)
+    assert done.returncode == 0, done.stderr
+    used = json.loads((tmp_path/'eval'/'run.json').read_text())['config']['decode']['confidence_temperatures']
+    assert len(used) == 4
+    refused(deepspec('evaluate', 'sample', '--out', tmp_path/'two', '--draft', f'dspark={folder}', '--draft',
+                     f'b={measured}/dflash/step_1', *options), 'one draft at a time')
+    refused(deepspec('calibrate', tmp_path/'eval'/'cycles.jsonl', '--draft', f'dspark={folder}'), 'threshold', 'evaluate again')
+
+
+def test_measuring_mistakes(measured, toy, tmp_path):
+    cycles, dflash = measured/'eval'/'cycles.jsonl', f'dflash={measured}/dflash/step_1'
+    refused(deepspec('sweep', 'sample', '--draft', dflash, '--target', toy, '--out', tmp_path/'s.json'), 'no confidence head')
+    assert not (tmp_path/'s.json').exists()
+    refused(deepspec('calibrate', cycles, '--draft', dflash), "'dflash'", 'dspark')
+    refused(deepspec('schedule', cycles, '--draft', dflash, '--target', toy), 'confidence_calibration.json', 'calibrate')
+    refused(deepspec('schedule', cycles, '--draft', 'dspark', '--target', toy, '--max-tokens', 4), 'profile larger passes')
+    refused(deepspec('evaluate', 'a.jsonl', 'b/a.jsonl', '--out', tmp_path/'e', '--target', toy), 'given twice')

@@ -25,7 +25,7 @@ def untrained_draft(target, choices):
 
 
 @pytest.mark.parametrize('name', DRAFTS)
-@pytest.mark.parametrize('kind', ['llama', 'gemma4'])
+@pytest.mark.parametrize('kind', ['llama', 'gemma4', 'gemma4_unified'])
 def test_greedy_answers_and_batched_proposals(kind, name):
     target = toy_target(kind, num_layers=7)
     draft = untrained_draft(target, DRAFTS[name])

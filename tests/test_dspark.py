@@ -61,14 +61,14 @@ def test_dflash_is_the_same_class_without_heads():
     assert draft.config.markov_rank == 0
 
 
-@pytest.mark.parametrize('kind', ['llama', 'qwen2', 'qwen3', 'gemma4'])
+@pytest.mark.parametrize('kind', ['llama', 'qwen2', 'qwen3', 'gemma4', 'gemma4_unified'])
 def test_a_saved_draft_loads_with_nothing_missing(kind, tmp_path):
     draft = lively(draft_from_target(toy_target(kind), CHOICES))
     draft.save_pretrained(tmp_path, dtype=torch.float32)
     again = load_draft(tmp_path)
     assert all(torch.equal(v, again.state_dict()[k]) for k,v in draft.state_dict().items())
     config = json.loads((tmp_path/'config.json').read_text())
-    assert config['architectures'] == ['Gemma4DSparkModel' if kind == 'gemma4' else 'Qwen3DSparkModel']
+    assert config['architectures'] == ['Gemma4DSparkModel' if kind.startswith('gemma4') else 'Qwen3DSparkModel']
     assert config['layer_types'] == ['full_attention']*2 and config['num_target_layers'] == 4 and config['tie_word_embeddings'] is False
     assert {'block_size', 'mask_token_id', 'target_layer_ids', 'num_anchors', 'enable_confidence_head', 'confidence_head_with_markov', 'markov_rank',
             'markov_head_type', 'num_hidden_layers'} <= set(config)
@@ -87,7 +87,7 @@ def test_loading_is_strict(tmp_path):
     with pytest.raises(ValueError, match=r'fc.weight has shape \(3, 3\), wanted \(32, 64\)'): load_draft(tmp_path)
 
 
-@pytest.mark.parametrize('kind', ['llama', 'gemma4'])
+@pytest.mark.parametrize('kind', ['llama', 'gemma4', 'gemma4_unified'])
 @pytest.mark.parametrize('head', ['vanilla', 'gated', 'rnn'])
 def test_drafting_is_the_training_forward(kind, head):
     "Greedy drafting, ragged rows, against logits of the training pass fed with the drafted tokens"
@@ -134,7 +134,7 @@ def test_sampled_probabilities_are_the_ones_drawn_from():
     assert (p.probs_BKV.gather(2, p.tokens_BK[..., None]) > 0).all()
 
 
-@pytest.mark.parametrize('kind', ['llama', 'gemma4'])
+@pytest.mark.parametrize('kind', ['llama', 'gemma4', 'gemma4_unified'])
 def test_rope_stays_fp32_and_matches_the_fp32_model(kind):
     draft = draft_from_target(toy_target(kind), CHOICES)
     before = {n: b.clone() for n,b in draft.rope.named_buffers()}

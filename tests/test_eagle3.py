@@ -29,7 +29,7 @@ def test_names_and_config(tmp_path):
     assert {'ttt_length', 'step_loss_decay', 'draft_num_hidden_layers', 'target_layer_ids'} <= set(config)
 
 
-@pytest.mark.parametrize('kind', ['llama', 'qwen3', 'gemma4'])
+@pytest.mark.parametrize('kind', ['llama', 'qwen3', 'gemma4', 'gemma4_unified'])
 def test_saved_and_loaded(kind, tmp_path):
     draft = draft_from_target(toy_target(kind), CHOICES)
     draft.save_pretrained(tmp_path, dtype=torch.float32)

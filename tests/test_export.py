@@ -1,15 +1,18 @@
 import json, shutil
+from importlib.util import find_spec
 
+import httpx
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from deepspec.eval.export import check_export, export_draft, public_keys
+from deepspec.data.servers import SGLang, VLLM, check_sglang_command, launch_servers
+from deepspec.eval.export import check_export, draft_flags, export_draft, public_keys
 from deepspec.model.base import read_draft_config
 from deepspec.model.drafts import draft_from_target, load_draft
 from deepspec.model.dspark import DSparkConfig
-from deepspec.model.target import toy_target
+from deepspec.model.target import save_toy_target, toy_target
 
 LAYER = ['input_layernorm.weight', 'mlp.down_proj.weight', 'mlp.gate_proj.weight', 'mlp.up_proj.weight', 'post_attention_layernorm.weight',
          'self_attn.k_norm.weight', 'self_attn.k_proj.weight', 'self_attn.o_proj.weight', 'self_attn.q_norm.weight',
@@ -116,14 +119,44 @@ def test_refusals(tmp_path):
     with pytest.raises(ValueError, match='copied from another target'): check_export(tmp_path/'public', target=other)
 
 
-def test_served_answers_equal_the_targets_own(tmp_path):
-    vllm = pytest.importorskip('vllm', reason='neither vLLM nor a GPU for it is here; run this where an engine is installed')
-    from deepspec.model.target import save_toy_target
+ENGINES_BY_NAME = dict(vllm=VLLM, sglang=SGLang)
+
+
+def test_served_command_lines(tmp_path):
     checkpoint(tmp_path/'step_1')
-    export_draft(tmp_path/'step_1', tmp_path/'public')
-    served = save_toy_target(tmp_path/'target', kind='qwen3')
-    greedy = vllm.SamplingParams(temperature=0, max_tokens=32)
-    prompts = ['The sea is wide', 'def add(a, b):']
-    plain = vllm.LLM(served, dtype='float32').generate(prompts, greedy)
-    fast = vllm.LLM(served, dtype='float32', speculative_config=dict(model=str(tmp_path/'public'), num_speculative_tokens=4))
-    assert [o.outputs[0].token_ids for o in fast.generate(prompts, greedy)] == [o.outputs[0].token_ids for o in plain]
+    folder = str(export_draft(tmp_path/'step_1', tmp_path/'public'))
+    command = SGLang(flags=draft_flags('sglang', folder)).command('Qwen/Qwen3-4B', 30_000)
+    assert command[1:5] == ['-m', 'sglang.launch_server', '--model-path', 'Qwen/Qwen3-4B']
+    assert command[-6:] == ['--speculative-algorithm', 'DSPARK', '--speculative-draft-model-path', folder,
+                            '--speculative-dspark-block-size', '4']
+    command = VLLM(cpu=True, flags=draft_flags('vllm', folder)).command('Qwen/Qwen3-4B', 30_000)
+    assert command[1:3] == ['-m', 'vllm.entrypoints.openai.api_server'] and '--enforce-eager' in command
+    assert json.loads(command[command.index('--speculative-config') + 1]) == dict(model=folder, num_speculative_tokens=4)
+
+
+def test_sglang_parses_the_served_command_line(tmp_path):
+    try: import sglang.srt.server_args  # noqa: F401
+    except ImportError as e: pytest.skip(f'sglang is not importable here: {e}')
+    checkpoint(tmp_path/'step_1')
+    folder = export_draft(tmp_path/'step_1', tmp_path/'public')
+    args = check_sglang_command(SGLang(flags=draft_flags('sglang', folder)).command('Qwen/Qwen3-4B', 30_000))
+    assert (args.speculative_algorithm, args.speculative_draft_model_path) == ('DSPARK', str(folder))
+
+
+@pytest.mark.parametrize('name', ENGINES_BY_NAME)
+def test_served_answers_equal_the_targets_own(tmp_path, name):
+    "The same greedy answers from a server with the draft and from one without"
+    gpu = torch.cuda.is_available()
+    if find_spec(name) is None: pytest.skip(f'{name} is not installed here; pip install {name} and run this test again')
+    if name == 'sglang' and not gpu: pytest.skip('sglang is installed, but its kernels need a CUDA device')
+    checkpoint(tmp_path/'step_1')
+    folder = export_draft(tmp_path/'step_1', tmp_path/'public')
+    model = save_toy_target(tmp_path/'target', kind='qwen3')
+    answers = []
+    for flags in ((), draft_flags(name, folder)):
+        engine = ENGINES_BY_NAME[name](flags=flags, **({} if gpu else dict(cpu=True)))
+        with launch_servers(model, engine, log_dir=tmp_path/'logs') as urls:
+            ask = dict(model=str(model), prompt=['The sea is wide', 'def add(a, b):'], temperature=0, max_tokens=32)
+            reply = httpx.post(f'{urls[0]}/v1/completions', json=ask, timeout=300).raise_for_status().json()
+        answers.append([c['text'] for c in reply['choices']])
+    assert answers[0] == answers[1]

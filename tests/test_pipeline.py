@@ -11,6 +11,7 @@ import pytest
 
 from deepspec.model.target import save_toy_target
 from deepspec.report.render import execute_report, report_parameters, reports_folder
+from train_tools import write_rows
 
 STEPS = ['target', 'prompts', 'regenerate', 'cache', 'train', 'evaluate', 'report']
 
@@ -52,6 +53,7 @@ def test_killed_runs_end_whole(finished):
     for name in ('pipeline', 'storage_cost', 'loss'):
         page = (out/'reports'/f'{name}.html').read_text()
         assert '<img' in page and not re.search(r'(src|href)="(https?:)?//', page), 'a page links to the outside'
+    assert '>target</th>' in (out/'reports'/'loss.html').read_text(), 'the loss report compares draft and target token by token'
     assert not list(out.rglob('*.tmp')), 'half-written files stay behind'
 
 
@@ -87,6 +89,15 @@ def test_step_notebooks_run_the_whole_pipeline(tmp_path):
     for name, parameters in steps:
         execute_report(f'step_{name}', tmp_path/'executed', cwd=tmp_path, html=False, **parameters)
     assert json.loads((tmp_path/'eval'/'results.json').read_text())['total']['num_prompts'] == 2
+
+
+@pytest.mark.slow # two more notebook kernels, and two processes under one of them
+@pytest.mark.parametrize('nproc', [1, 2])
+def test_the_training_notebook_captures_online(tmp_path, nproc):
+    target = save_toy_target(tmp_path/'target')
+    execute_report('step_train', tmp_path/'executed', cwd=tmp_path, html=False, recipe='dspark_toy', features='online', jsonl=str(write_rows(tmp_path/'rows.jsonl')),
+                   out=tmp_path/'train', opts=[f'target={target}', 'max_steps=4'], nproc=nproc)
+    assert (tmp_path/'train'/'step_latest'/'model.safetensors').exists()
 
 
 @pytest.mark.parametrize('path', sorted(reports_folder().glob('*.ipynb')), ids=lambda p: p.stem)

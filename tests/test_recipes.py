@@ -44,9 +44,15 @@ def test_options_have_the_type_of_their_field(option, where, value):
 @pytest.mark.parametrize('option, message', [
     ('lr', 'has no value'), ('lr=fast', 'no float'), ('global_batch_size=3e2', 'no int'), ('learning_rate=1', 'near ones'), ('num_anchorz=3', 'num_anchors'),
     ('gradient_checkpointing=yes', 'no bool'), ('lr=-1', 'must be above 0'), ('warmup_ratio=2', 'between 0 and 1'), ('dtype=fp8', 'choose bf16'),
-    ('markov_head_type=lstm', 'choose vanilla'), ('block_size=0', 'at least 1')])
+    ('markov_head_type=lstm', 'choose vanilla'), ('block_size=0', 'at least 1'), ('blocks_at_once=0', 'at least 1')])
 def test_wrong_options_say_what_is_wrong(option, message):
     with pytest.raises(ValueError, match=message): apply_opts(named_recipe('dspark_qwen3_4b'), [option])
+
+
+def test_parts_of_a_batch_are_refused_where_they_cannot_be():
+    with pytest.raises(ValueError, match='blocks_at_once=none'): named_recipe('dspark_smollm2_135m', ['parallel=fsdp'])
+    with pytest.raises(ValueError, match='Eagle3 has no blocks'): named_recipe('eagle3_toy', ['blocks_at_once=4'])
+    assert named_recipe('dspark_smollm2_135m', ['parallel=fsdp', 'blocks_at_once=none']).training.parallel == 'fsdp'
 
 
 def test_papermill_values_map_to_the_same_fields():

@@ -14,13 +14,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from deepspec.cache.build import build_cache
 from deepspec.io import write_json
 from deepspec.model.drafts import draft_from_target, load_draft
 from deepspec.model.target import toy_target
+from deepspec.pipeline.launch import launch as launch_command
 from deepspec.train.config import recipe_to_dict
 from deepspec.train.stream import micro_batches, sample_at
 from deepspec.train.trainer import launch, train
-from train_tools import losses, records, toy_job, toy_samples
+from train_tools import losses, records, toy_job, toy_samples, write_rows
 
 HEAD = 'model.safetensors'
 
@@ -53,7 +55,7 @@ def test_it_learns(job):
     assert found[-1] < .97*found[0]
 
 
-@pytest.mark.parametrize('changes', [dict(micro_batch_size=1), dict(micro_batch_size=3), dict(gradient_checkpointing=True), dict(loss_chunk=5), dict(num_workers=1)],
+@pytest.mark.parametrize('changes', [dict(micro_batch_size=1), dict(micro_batch_size=3), dict(gradient_checkpointing=True), dict(loss_chunk=5), dict(blocks_at_once=3), dict(num_workers=1)],
                          ids=str)
 def test_how_a_step_is_cut_does_not_change_it(job, tmp_path, changes):
     train(with_training(job.recipe, **changes), cache=job.cache, out_dir=tmp_path/'run', device='cpu')
@@ -99,6 +101,40 @@ def test_a_step_without_any_slot_is_legal(tmp_path):
     assert losses(tmp_path/'run') == [0., 0.]
 
 
+@pytest.fixture(scope='module')
+def online(tmp_path_factory):
+    "Conversations, a recipe, and a run of six steps that captured their hidden states in one process"
+    folder = tmp_path_factory.mktemp('online')
+    # one sample at a time, so that two ranks pad, and therefore round to bf16, exactly as one process does
+    recipe,_ = toy_job(folder, max_steps=6, micro_batch_size=1)
+    rows = write_rows(folder/'rows.jsonl')
+    train(recipe, samples=rows, out_dir=folder/'one', device='cpu')
+    return types.SimpleNamespace(recipe=recipe, rows=rows, one=folder/'one')
+
+
+def test_online_trains_on_what_a_cache_would_hold(online, tmp_path):
+    build_cache(online.rows, tmp_path/'cache', online.recipe.target, target_layer_ids=(0, 1), max_length=256)
+    train(online.recipe, cache=tmp_path/'cache', out_dir=tmp_path/'run', device='cpu')
+    assert losses(tmp_path/'run') == pytest.approx(losses(online.one), rel=2e-3)
+
+
+def test_online_on_two_ranks_equals_one_process(online, tmp_path):
+    "Through the trainer's own launcher: losses and weights, to fp32 rounding"
+    summary = launch(online.recipe, samples=[online.rows], out_dir=tmp_path/'run', nproc=2, device='cpu')
+    assert summary.finished and summary.num_samples == 10
+    assert losses(tmp_path/'run') == pytest.approx(losses(online.one), rel=2e-5)
+    states = [torch.load(d/'step_6'/'training_state.pt', weights_only=True)['optimizer'] for d in (tmp_path/'run', online.one)]
+    for name in states[1]: torch.testing.assert_close(states[0][name]['master'], states[1][name]['master'], rtol=1e-3, atol=2e-4)
+
+
+def test_the_command_trains_online_on_two_ranks(online, tmp_path):
+    "As `torchrun -m deepspec.cli.main train ... --features online`, which is how the step notebook starts it"
+    opts = [f'target={online.recipe.target}', 'max_steps=6', 'global_batch_size=4', 'micro_batch_size=1', 'save_steps=3', 'keep_last=9']
+    launch_command(['train', 'dspark_toy', '--features', 'online', '--jsonl', online.rows, '--out', tmp_path/'run', '--device', 'cpu',
+                    *[x for o in opts for x in ('-o', o)]], 2)
+    assert losses(tmp_path/'run') == pytest.approx(losses(online.one), rel=2e-5)
+
+
 @pytest.mark.slow # another start of two processes; the sharded path itself is tested above
 def test_eagle3_on_two_fsdp_ranks(tmp_path):
     recipe,cache = toy_job(tmp_path, 'eagle3', max_steps=3)
@@ -109,7 +145,7 @@ def test_eagle3_on_two_fsdp_ranks(tmp_path):
 
 def start(recipe, cache, out_dir):
     "The trainer in a process of its own"
-    write_json(out_dir/'job.json', dict(recipe=recipe_to_dict(recipe), out_dir=str(out_dir), cache=cache, device='cpu', evaluate=None))
+    write_json(out_dir/'job.json', dict(recipe=recipe_to_dict(recipe), out_dir=str(out_dir), cache=cache, samples=None, device='cpu', evaluate=None))
     return subprocess.Popen([sys.executable, '-m', 'deepspec.train.trainer', '--job', str(out_dir/'job.json')], stderr=subprocess.DEVNULL)
 
 

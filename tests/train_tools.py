@@ -46,5 +46,12 @@ def toy_job(folder, kind='dspark', num_samples=10, silent=(), **training):
     return replace(recipe, target=str(folder/'target'), training=replace(recipe.training, **settings)), cache
 
 
+def write_rows(path, num_rows=10):
+    "Conversations of different lengths, every answer long enough to be trained on"
+    said = lambda i: [dict(role='user', content=f'Question {i}?'), dict(role='assistant', content=f'Answer {i} ' + 'goes on, '*(3 + i % 4))]
+    Path(path).write_text(''.join(json.dumps(dict(id=str(i), conversations=said(i))) + '\n' for i in range(num_rows)))
+    return path
+
+
 def records(out_dir): return [json.loads(l) for l in (Path(out_dir)/'metrics.jsonl').read_text().splitlines()]
 def losses(out_dir): return [r['loss'] for r in records(out_dir)]

@@ -45,15 +45,20 @@ def serve(
                                    typer.Option(help='sglang: share of GPU memory for weights and KV cache')] = None,
     tp_size: Annotated[int | None, typer.Option(help='sglang, vllm: GPUs that share one copy')] = None,
     dp_size: Annotated[int | None, typer.Option(help='sglang: copies behind one port')] = None,
+    cpu: Annotated[bool, typer.Option('--cpu', help='vllm: its CPU build')] = False,
+    engine_python: Annotated[str | None,
+                             typer.Option(help='sglang, vllm: interpreter that has it; this one by default')] = None,
+    engine_flags: Annotated[str, typer.Option(help='sglang, vllm: further flags of theirs, in one string')] = '',
     max_restarts: Annotated[int, typer.Option(help='Restarts of each server before giving up')] = 3,
 ):
     "Start and watch servers for the target until Ctrl-C"
-    import time
+    import shlex, time
     from deepspec.data.servers import launch_servers
     from deepspec.model.target import DEFAULT_TARGET
     from deepspec.pipeline.engines import make_engine
     chosen = make_engine(engine, target, slots=slots, mem_fraction_static=mem_fraction_static, tp_size=tp_size,
-                         dp_size=dp_size)
+                         dp_size=dp_size, cpu=cpu or None, python=engine_python,
+                         flags=tuple(shlex.split(engine_flags)) or None)
     model = None if target == DEFAULT_TARGET and chosen.name == 'llamacpp' else target
     with launch_servers(model, chosen, num_servers, port, log_dir, max_restarts=max_restarts) as urls:
         for url in urls: print(url, flush=True)
@@ -70,12 +75,22 @@ def regenerate(
         str, typer.Option(help='Without addresses: auto, llamacpp, sglang, vllm or transformers')] = 'auto',
     num_servers: Annotated[int, typer.Option(help='Servers to start')] = 1,
     preset: Annotated[str, typer.Option(help="Sampling preset; auto finds it by the model's name")] = 'auto',
+    temperature: Annotated[float | None, typer.Option(help='Instead of the preset\'s; 0 is greedy')] = None,
+    top_p: Annotated[float | None, typer.Option(help='Instead of the preset\'s')] = None,
+    top_k: Annotated[int | None, typer.Option(help='Instead of the preset\'s; -1 keeps all')] = None,
+    min_p: Annotated[float | None, typer.Option(help='Instead of the preset\'s')] = None,
+    repetition_penalty: Annotated[float | None, typer.Option(help='Instead of the preset\'s')] = None,
+    presence_penalty: Annotated[float | None, typer.Option(help='Instead of the preset\'s')] = None,
+    disable_thinking: Annotated[bool, typer.Option(help='Ask the chat template for no thinking block')] = True,
     max_tokens: Annotated[int, typer.Option(help='Longest answer')] = 2048,
     resume: Annotated[bool, typer.Option(help='Go on with what is there; --no-resume refuses a file in use')] = True,
     retry_rejected: Annotated[bool, typer.Option('--retry-rejected', help='Ask again for rejected rows')] = False,
     reject_length: Annotated[bool, typer.Option('--reject-length', help='Reject answers that max_tokens cut')] = False,
     keep_token_ids: Annotated[bool, typer.Option(help='Keep the ids that servers generated')] = True,
     model: Annotated[str | None, typer.Option(help='Model name to ask for; what servers report by default')] = None,
+    window: Annotated[int | None, typer.Option(help='Requests in flight for each server')] = None,
+    seed: Annotated[int | None, typer.Option(help='Seed of the answers, for servers that honour one')] = None,
+    timeout_s: Annotated[float, typer.Option(help='Seconds for one answer')] = 600,
     api_key: Annotated[str | None, typer.Option(envvar='DEEPSPEC_API_KEY', help='Bearer token; never stored',
                                                 show_default=False)] = None,
     as_json: Annotated[bool, AS_JSON] = False,
@@ -83,9 +98,12 @@ def regenerate(
     "Let the target write the answers anew; run again to resume"
     from deepspec.data.regenerate import regenerate
     from deepspec.pipeline.engines import answering
-    options = dict(sampling=preset, max_tokens=max_tokens, resume=resume, retry_rejected=retry_rejected,
-                   reject_length=reject_length,
-                   keep_token_ids=keep_token_ids, model=model, api_key=api_key)
+    own = dict(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, repetition_penalty=repetition_penalty,
+               presence_penalty=presence_penalty, thinking=None if disable_thinking else True)
+    options = dict(sampling=preset, overrides={k: v for k,v in own.items() if v is not None}, max_tokens=max_tokens,
+                   resume=resume, retry_rejected=retry_rejected, reject_length=reject_length,
+                   keep_token_ids=keep_token_ids, model=model, api_key=api_key, window=window, seed=seed,
+                   timeout_s=timeout_s)
     with answering(target, server_address, engine, num_servers) as servers:
         show(regenerate(jsonl, out, servers, **options), as_json)
 

@@ -14,15 +14,15 @@ from typer.core import TyperGroup
 from .common import new_app, run_app, show
 from .data import AS_JSON, TARGET_HELP, cache, mask, plan, prompts, regenerate, serve
 from .longmem import babilong
-from .train import calibrate, evaluate, export, report, schedule, train
+from .measure import calibrate, evaluate, schedule, sweep
+from .train import export, report, train
 
 # %% ../../nbs/81_cli.ipynb #c005
 class PipelineOrder(TyperGroup):
     "Commands in the order of the pipeline, groups among them"
     def list_commands(self, ctx):
         order = ('quickstart', 'prompts', 'mask', 'serve', 'regenerate', 'plan', 'cache', 'train', 'evaluate',
-                 'calibrate', 'schedule',
-                 'export', 'report', 'doctor', 'babilong')
+                 'calibrate', 'sweep', 'schedule', 'export', 'report', 'doctor', 'babilong')
         return [n for n in order if n in self.commands]
 
 app = new_app('Train, measure and schedule draft models for speculative decoding. Exit codes: 0 done, 1 a check '
@@ -69,7 +69,8 @@ COMMANDS = {
     train: 'deepspec train dspark_smollm2_135m --cache cache --out train -o lr=3e-4',
     evaluate: 'deepspec evaluate prompts/eval.jsonl --draft dspark=train --out eval',
     calibrate: 'deepspec calibrate eval/cycles.jsonl --draft dspark=train',
-    schedule: 'deepspec schedule eval/cycles.jsonl --draft dspark=train --out schedule.json',
+    sweep: 'deepspec sweep prompts/eval.jsonl --draft dspark=train --out eval/threshold_sweep.json',
+    schedule: 'deepspec schedule eval/cycles.jsonl --draft dspark=train --out eval/schedule.json',
     export: 'deepspec export train --out draft --check',
     report: 'deepspec report storage_cost --out reports_out',
     doctor: 'deepspec doctor',

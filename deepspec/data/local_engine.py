@@ -39,11 +39,12 @@ def encode_chat(
     messages:list, # Of `role` and `content`
     thinking:bool, # Whether the template may open a thinking block
     limit:int, # Positions of the model
+    tools:list|None=None, # JSON schemas of the conversation's tools
 )->list: # Prompt ids
     "Ids of a conversation with the generation prompt; `RowRefused` if the template or the context refuses it"
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True,
-                                             enable_thinking=thinking)
+                                             enable_thinking=thinking, tools=tools)
     except Exception as e: # a template may raise anything: jinja2 errors, TypeError on odd content
         raise RowRefused('refused_by_template', f'{type(e).__name__}: {e}'[:300]) from None
     ids = tokenizer(text, add_special_tokens=False)['input_ids']
@@ -109,10 +110,11 @@ class TransformersEngine:
         messages:list, # Of `role` and `content`
         request:ChatRequest, # Shared settings
         seed:int|None=None, # Ignored: a batch has one stream of random numbers
+        tools:list|None=None, # JSON schemas of the conversation's tools
     )->Answer: # One answer
         "One answer, computed together with others that wait"
         answer = asyncio.get_running_loop().create_future()
-        prompt = encode_chat(self.tokenizer, messages, request.sampling.thinking, self.limit)
+        prompt = encode_chat(self.tokenizer, messages, request.sampling.thinking, self.limit, tools)
         self.waiting.append((prompt, answer))
         await asyncio.sleep(0) # lets the other rows of this turn of the loop queue up too
         async with self.lock:

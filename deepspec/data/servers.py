@@ -44,7 +44,7 @@ _PASSIVE = dict(OMP_WAIT_POLICY='passive', GOMP_SPINCOUNT='0')
 @dataclass(frozen=True, kw_only=True)
 class LlamaCpp:
     "llama-server through `xllamacpp`: CPU, GGUF files, the embedded target"
-    slots:int=16 # Sequences decoded together
+    slots:int=8 # Sequences decoded together
     context_tokens:int=2048 # Prompt and answer of one sequence
     threads:int|None=None # Computing threads; all cores where None
     name = 'llamacpp'

@@ -321,11 +321,6 @@ def _given_ids(w:_Work, span, order:int)->list|None:
     answer = w.messages[span.message]['content'].strip()
     return ids if shown == answer else None # thinking of an earlier turn was stripped
 
-def _was_cut(w:_Work, order:int)->bool:
-    "Whether a length limit ended this answer"
-    reasons = w.row.get('finish_reasons')
-    return isinstance(reasons, list) and order < len(reasons) and reasons[order] == 'length'
-
 # %% ../../nbs/12_template.ipynb #c037
 def _given_answer(template:ResolvedTemplate, w:_Work, span, stop:int, ids:list)->tuple[list, int]:
     "Supervised ids of an answer that the server gave, and the place in the text where they end"
@@ -360,10 +355,10 @@ def _encode_pieces(w:_Work, template:ResolvedTemplate, edges:list, given:dict)->
     return ids + encode_prompt_piece(template, w.text[place:], not place), ranges
 
 # %% ../../nbs/12_template.ipynb #c039
-def _was_cut(row:dict, order:int)->bool:
-    "Whether a length limit ended answer number `order`"
+def _ended_by(row:dict, order:int|None)->str|None:
+    "Finish reason of assistant turn number `order`, as regeneration wrote it"
     reasons = row.get('finish_reasons')
-    return isinstance(reasons, list) and order < len(reasons) and reasons[order] == 'length'
+    return reasons[order] if isinstance(reasons, list) and order is not None and order < len(reasons) else None
 
 def _edges(w:_Work, options:MaskOptions)->tuple[list, dict]:
     "Supervised spans with the place where each stops, and the server's ids by message"
@@ -371,9 +366,9 @@ def _edges(w:_Work, options:MaskOptions)->tuple[list, dict]:
     edges,given = [],{}
     for span in options.choose(w.spans):
         order = answers.get(span.message)
+        if (ended := _ended_by(w.row, order)) == 'kept': continue
         if order is not None and (ids := _given_ids(w, span, order)): given[span.message] = ids
-        cut = order is not None and _was_cut(w.row, order)
-        stop = span.content_stop if cut else span.stop
+        stop = span.content_stop if ended == 'length' else span.stop
         if options.mask_newline_after_eot and stop > span.content_stop: stop += w.text[stop:stop+1] == '\n'
         edges.append((span, stop))
     return edges, given

@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['PLAIN', 'RESULT_FILES', 'KNOWN_FILES', 'Answer', 'explain_divergence', 'evaluation_ranks', 'cycle_rows',
-           'color_pieces', 'evaluate_drafts', 'evaluate_draft', 'acceptance_probe']
+           'color_pieces', 'compare_cycles', 'evaluate_drafts', 'evaluate_draft', 'acceptance_probe']
 
 # %% ../../nbs/41_evaluate.ipynb #c003
-import json, os
+import json, math, os
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -187,6 +187,21 @@ def color_pieces(
                 ('bonus', () if c.bonus_id is None else (c.bonus_id,))]
     return [dict(text=tokenizer.decode(ids), kind=kind) for kind,ids in cut if ids]
 
+def compare_cycles(
+    generation:Generation, # Answer with its cycles
+    tokenizer, # The target's
+)->list: # {"draft", "target", "num_accepted", "confidence"} a cycle; texts of tokens
+    "What each cycle proposed, beside the tokens that the answer has at the same places"
+    at,out = len(generation.tokens) - sum(c.num_committed for c in generation.cycles),[]
+    texts = lambda ids: [tokenizer.decode([i]) for i in ids]
+    for c in generation.cycles:
+        there = generation.tokens[at:at + len(c.proposed)]
+        confidence = [round(1/(1 + math.exp(-x)), 4) for x in c.confidence_logits]
+        out.append(dict(draft=texts(c.proposed), target=texts(there), num_accepted=c.num_accepted,
+                        confidence=confidence))
+        at += c.num_committed
+    return out
+
 # %% ../../nbs/41_evaluate.ipynb #c019
 RESULT_FILES = ('results.json', 'cycles.jsonl', 'answers.jsonl', 'examples.json', 'run.json')
 # what later steps lay beside them
@@ -207,7 +222,8 @@ def _write(out_dir, target, results, answers, num_examples=2):
     for a in fast: shown.setdefault((a.draft, a.set_name), []).append(a)
     examples = [a for group in shown.values() for a in group[:num_examples]]
     write_json(out_dir/'examples.json', [dict(draft=a.draft, set=a.set_name, id=a.id,
-                                              pieces=color_pieces(a.generation, target.tokenizer)) for a in examples])
+                                              pieces=color_pieces(a.generation, target.tokenizer),
+                                              cycles=compare_cycles(a.generation, target.tokenizer)) for a in examples])
     write_json(out_dir/'run.json', results['run'])
     write_json(out_dir/'results.json', results)
 

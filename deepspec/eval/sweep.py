@@ -9,8 +9,10 @@ __all__ = ['THRESHOLDS', 'sweep_thresholds']
 import os
 from dataclasses import replace
 
+import torch
+
 from ..data.template import encode_prompts, resolve_template
-from .decode import DecodeConfig, speculative_generate
+from .decode import DecodeConfig, generate, speculative_generate
 from .metrics import count_cycles, summarize_acceptance
 from .prompt_sets import load_prompt_set
 from ..io import Progress, run_record, write_json
@@ -19,14 +21,16 @@ from ..model.target import Target
 # %% ../../nbs/41b_sweep.ipynb #c005
 THRESHOLDS = (0., .1, .2, .3, .4, .5, .6, .7, .8, .9)
 
-def _at_threshold(target, draft, prompts, config)->dict:
+def _point(threshold, runs, seed)->dict:
     "Rates and speed of all prompts at one threshold"
-    runs = [speculative_generate(target, draft, [p], config) for p in prompts]
     counts = [count_cycles(c for g in run.generations for c in g.cycles) for run in runs]
-    found = summarize_acceptance(counts, config.seed)
+    found = summarize_acceptance(counts, seed)
     offered = found['slots']['proposed']
-    return dict(threshold=config.confidence_threshold, **found, verified_per_cycle=sum(offered)/found['num_cycles'],
-                tokens_per_s=sum(run.num_tokens for run in runs)/sum(run.wall_s for run in runs))
+    return dict(threshold=threshold, **found, verified_per_cycle=sum(offered)/found['num_cycles'], **_speed(runs))
+
+def _speed(runs)->dict:
+    "Tokens a second of some decoded prompts"
+    return dict(tokens_per_s=sum(run.num_tokens for run in runs)/sum(run.wall_s for run in runs))
 
 def sweep_thresholds(
     target:Target, # Frozen target
@@ -37,16 +41,22 @@ def sweep_thresholds(
     thresholds=THRESHOLDS, # Thresholds to try
     template:str|None=None, # Chat template; None to find the target's own
 )->dict: # The content of the file
-    "Decode the same prompts at every threshold; `ValueError` if the draft has no confidence head"
+    "Decode each prompt at every threshold, and plainly; `ValueError` if the draft has no confidence head"
     talks = [[dict(role='user', content=r['turns'][0])] for r in load_prompt_set(prompts)]
     ids = encode_prompts(talks, target.tokenizer, resolve_template(target.tokenizer, template))
-    points = []
-    with Progress(len(thresholds), 'sweep', 'thresholds') as progress:
-        for t in thresholds:
-            points.append(_at_threshold(target, draft, ids, replace(config, confidence_threshold=t)))
+    configs = [replace(config, confidence_threshold=t) for t in thresholds]
+    # warms up, and a draft without confidences is refused here and not after minutes
+    speculative_generate(target, draft, ids[:1], replace(configs[-1], max_new_tokens=min(8, config.max_new_tokens)))
+    plain,runs = [],[[] for _ in configs]
+    with Progress(len(ids), 'sweep', 'prompts') as progress:
+        for p in ids: # prompt by prompt, so that a slow minute hits every threshold
+            plain.append(generate(target, [p], config))
+            for c,found in zip(configs, runs): found.append(speculative_generate(target, draft, [p], c))
             progress.update()
     run = run_record(max_new_tokens=config.max_new_tokens, temperature=config.temperature, seed=config.seed,
-                     confidence_temperatures=list(config.confidence_temperatures))
-    found = dict(points=points, num_prompts=len(ids), run=run)
+                     confidence_temperatures=list(config.confidence_temperatures), threads=torch.get_num_threads(),
+                     device=str(target.device), dtype=str(target.dtype).removeprefix('torch.'))
+    found = dict(points=[_point(t, found, config.seed) for t,found in zip(thresholds, runs)], plain=_speed(plain),
+                 num_prompts=len(ids), run=run)
     write_json(out, found)
     return found

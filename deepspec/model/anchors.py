@@ -59,6 +59,11 @@ class Blocks:
         "The same blocks on another device"
         return replace(self, **{f.name: getattr(self, f.name).to(device, non_blocking=True) for f in fields(self)})
 
+    def parts(self, num_blocks:int)->list: # `Blocks`
+        "The same blocks in their order, at most `num_blocks` together"
+        cut = {f.name: getattr(self, f.name).split(num_blocks) for f in fields(self)}
+        return [Blocks(**dict(zip(cut, part))) for part in zip(*cut.values())]
+
 # %% ../../nbs/23_anchors.ipynb #c014
 def blocks_at(
     input_ids_BS:torch.Tensor, # Token ids

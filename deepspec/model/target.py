@@ -167,7 +167,7 @@ def toy_tokenizer(
     return fast
 
 # %% ../../nbs/21_target.ipynb #c019
-TOY_KINDS = ('llama', 'qwen2', 'qwen3', 'gemma4')
+TOY_KINDS = ('llama', 'qwen2', 'qwen3', 'gemma4', 'gemma4_unified')
 
 def _toy_config(kind, vocab_size, num_layers, hidden_size):
     "Config of a tiny model of the family"
@@ -176,14 +176,16 @@ def _toy_config(kind, vocab_size, num_layers, hidden_size):
                  num_hidden_layers=num_layers,
                  num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512, tie_word_embeddings=True,
                  bos_token_id=None, eos_token_id=2, pad_token_id=0, head_dim=hidden_size//4)
-    if kind != 'gemma4': return AutoConfig.for_model(kind, **shape)
+    if not kind.startswith('gemma4'): return AutoConfig.for_model(kind, **shape)
     layer_types = ['full_attention' if i % 2 else 'sliding_attention' for i in range(num_layers)]
-    return AutoConfig.for_model('gemma4_text', **shape, layer_types=layer_types, hidden_size_per_layer_input=0,
-                                sliding_window=64,
-                                global_head_dim=hidden_size//2, per_layer_config={})
+    shape |= dict(layer_types=layer_types, sliding_window=64, global_head_dim=hidden_size//2)
+    if kind == 'gemma4': return AutoConfig.for_model('gemma4_text', **shape, hidden_size_per_layer_input=0,
+                                                     per_layer_config={})
+    return AutoConfig.for_model('gemma4_unified_text', **shape, num_global_key_value_heads=1, attention_k_eq_v=True,
+                                final_logit_softcapping=30.)
 
 def toy_target(
-    kind:str='llama', # llama, qwen2, qwen3 or gemma4
+    kind:str='llama', # llama, qwen2, qwen3, gemma4 or gemma4_unified
     seed:int=0, # Of the random weights
     num_layers:int=4, # Decoder layers
     hidden_size:int=32, # H, a multiple of 8

@@ -28,7 +28,7 @@ def auto_engine(
 def make_engine(
     name:str, # auto, llamacpp, sglang or vllm
     target:str, # As `--target` names it
-    **options, # `mem_fraction_static`, `tp_size`, `dp_size`, `slots`; None where not given
+    **options, # Fields of the engine, such as `tp_size`; None where not given
 ): # Engine for `launch_servers`
     "An engine and its settings by name; `ValueError` on an unknown name or an option it lacks"
     name = auto_engine(target) if name == 'auto' else name

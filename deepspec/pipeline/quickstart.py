@@ -177,7 +177,7 @@ def render_reports(
     from deepspec.report.render import execute_report
     here = lambda *names: str(run.path(*names).absolute())
     parameters = dict(pipeline=dict(run=here()), storage_cost=dict(cache=here('cache')),
-                      loss=dict(runs=here('train')))
+                      loss=dict(runs=here('train'), evaluation=here('eval')))
     return dict(pages=[str(execute_report(name, run.path('reports'), **p)) for name,p in parameters.items()])
 
 # %% ../../nbs/62_quickstart.ipynb #c022

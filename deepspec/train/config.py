@@ -30,6 +30,7 @@ class TrainConfig:
     gradient_checkpointing:bool=False # Recompute layers in backward to save memory
     compile:bool=False # torch.compile the draft's layers
     loss_chunk:int=256 # Slots whose logits exist at one time
+    blocks_at_once:int|None=None # Blocks whose activations exist at one time; None for all of a micro-batch
     num_workers:int=0 # Reader processes
     log_steps:int=1 # Steps between lines of metrics.jsonl
     save_steps:int=500 # Steps between checkpoints
@@ -44,6 +45,11 @@ class TrainConfig:
         for k,known in (('dtype', ('bf16', 'fp32', 'auto')), ('parallel', ('ddp', 'fsdp'))):
             if getattr(self, k) not in known: raise ValueError(f"TrainConfig: {k}={getattr(self, k)!r}; choose "
                                                                f"{', '.join(known)}")
+        if self.blocks_at_once is not None and self.blocks_at_once < 1:
+            raise ValueError(f"TrainConfig: blocks_at_once={self.blocks_at_once} must be at least 1, or none for all")
+        if self.blocks_at_once is not None and self.parallel == 'fsdp':
+            raise ValueError("TrainConfig: blocks_at_once and parallel=fsdp exclude each other, since sharded ranks "
+                             "must take equally many turns; set blocks_at_once=none gradient_checkpointing=true")
         if self.epochs <= 0 and self.max_steps is None: raise ValueError(f"TrainConfig: epochs={self.epochs} must be "
             f"above 0")
 
@@ -61,6 +67,9 @@ class Recipe:
         if isinstance(self.draft, DSparkConfig) != (self.loss is not None):
             raise ValueError(f"Recipe {self.name}: {type(self.draft).__name__} with loss {self.loss}; DSpark needs a "
                              f"DSparkLoss, Eagle3 None")
+        if self.loss is None and self.training.blocks_at_once is not None:
+            raise ValueError(f"Recipe {self.name}: blocks_at_once={self.training.blocks_at_once}, but Eagle3 has no "
+                             f"blocks; leave it none")
 
 # %% ../../nbs/31b_train_config.ipynb #c008
 def _parse(text:str, kind, where:str):

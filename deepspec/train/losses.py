@@ -82,6 +82,7 @@ class _ChunkedTerms(torch.autograd.Function):
     "Loss and gradients chunk by chunk; backward only scales what forward has computed"
     @staticmethod
     def forward(ctx, h, latent, w2, head, target, labels, weights, softcap, chunk):
+        "Weighted sum of the terms, and the terms a slot; the gradients wait in `ctx`. Arguments as of `chunked_terms`"
         M,V = len(h),len(head)
         out = h.new_zeros(4, M, dtype=torch.float32)
         grad_h = torch.zeros_like(h)
@@ -114,6 +115,7 @@ class _ChunkedTerms(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_total, *_):
+        "The kept gradients times the incoming one"
         scaled = (g if g is None else g*grad_total.to(g.dtype) for g in ctx.grads)
         return *scaled, *(None,)*6
 

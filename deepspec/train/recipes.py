@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from ..model.dspark import DSparkConfig
 from ..model.eagle3 import Eagle3Config
+from ..model.target import default_layer_ids
 from .config import Recipe, TrainConfig, apply_opts
 from .losses import DSparkLoss
 from .optim import OptimConfig
@@ -24,8 +25,8 @@ from .trainer import train
 TARGETS = dict(
     qwen3_4b=('Qwen/Qwen3-4B', (1, 9, 17, 25, 33), 151_669),
     qwen3_8b=('Qwen/Qwen3-8B', (1, 9, 17, 25, 33), 151_669),
-    qwen3_14b=('Qwen/Qwen3-14B', (1, 10, 19, 28, 37), 151_669),
-    gemma4_12b=('google/gemma-4-12b-it', (5, 17, 29, 41, 46), 4),
+    qwen3_14b=('Qwen/Qwen3-14B', default_layer_ids(40, 5), 151_669), # no public ones; 40 layers in its config
+    gemma4_12b=('google/gemma-4-12B-it', (5, 17, 29, 41, 46), 4),
     smollm2_135m=('smollm2_135m', (1, 8, 14, 20, 27), 4), # 4 is <reponame>, which chat never holds
     toy=('toy', (0, 1), 3))
 
@@ -54,10 +55,10 @@ def dspark_qwen3_4b()->Recipe:
     "DSpark for Qwen3-4B, public values"
     return _public('dspark_qwen3_4b', 'qwen3_4b', _dspark('qwen3_4b'), DSparkLoss())
 def dspark_qwen3_8b()->Recipe:
-    "DSpark for Qwen3-8B, public values"
+    "DSpark for Qwen3-8B, public values; the layers of Qwen3-4B, which is as deep"
     return _public('dspark_qwen3_8b', 'qwen3_8b', _dspark('qwen3_8b'), DSparkLoss())
 def dspark_qwen3_14b()->Recipe:
-    "DSpark for Qwen3-14B, public values"
+    "DSpark for Qwen3-14B, public values; the layers are `default_layer_ids` of its depth"
     return _public('dspark_qwen3_14b', 'qwen3_14b', _dspark('qwen3_14b'), DSparkLoss())
 def dspark_gemma4_12b()->Recipe:
     "DSpark for Gemma4-12B, public values"
@@ -80,10 +81,10 @@ def eagle3_qwen3_4b()->Recipe:
     "Eagle3 for Qwen3-4B, public values"
     return _public('eagle3_qwen3_4b', 'qwen3_4b', _eagle3('qwen3_4b'), None)
 def eagle3_qwen3_8b()->Recipe:
-    "Eagle3 for Qwen3-8B, public values"
+    "Eagle3 for Qwen3-8B, public values; the layers of Qwen3-4B, which is as deep"
     return _public('eagle3_qwen3_8b', 'qwen3_8b', _eagle3('qwen3_8b'), None)
 def eagle3_qwen3_14b()->Recipe:
-    "Eagle3 for Qwen3-14B, public values"
+    "Eagle3 for Qwen3-14B, public values; the layers are `default_layer_ids` of its depth"
     return _public('eagle3_qwen3_14b', 'qwen3_14b', _eagle3('qwen3_14b'), None)
 def eagle3_gemma4_12b()->Recipe:
     "Eagle3 for Gemma4-12B, public values"
@@ -91,7 +92,7 @@ def eagle3_gemma4_12b()->Recipe:
 
 # %% ../../nbs/34_recipes.ipynb #c010
 LAPTOP = TrainConfig(max_steps=300, global_batch_size=8, micro_batch_size=8, max_length=512, dtype='auto',
-                     save_steps=100, warm_start=True)
+                     save_steps=100, warm_start=True, blocks_at_once=32)
 
 def dspark_smollm2_135m()->Recipe:
     "DSpark for SmolLM2-135M, sized for a few minutes on two cores"
@@ -105,7 +106,7 @@ def dflash_smollm2_135m()->Recipe:
 
 def eagle3_smollm2_135m()->Recipe:
     "Eagle3 for SmolLM2-135M; every token is trained at every step, so the batch is smaller"
-    training = replace(LAPTOP, global_batch_size=2, micro_batch_size=2, warm_start=False)
+    training = replace(LAPTOP, global_batch_size=2, micro_batch_size=2, warm_start=False, blocks_at_once=None)
     return Recipe(name='eagle3_smollm2_135m', target='smollm2_135m', draft=_eagle3('smollm2_135m', ttt_length=4),
                   loss=None,
                   optim=OptimConfig(lr=1e-3), training=training)
@@ -143,12 +144,14 @@ def main(argv=None):
     "Train a named recipe; options after `--opts`"
     parser = argparse.ArgumentParser(description='Train a draft by the name of its recipe')
     parser.add_argument('recipe', help=', '.join(sorted(RECIPES)))
-    parser.add_argument('--cache', required=True, help='folder or URL of the target cache')
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument('--cache', help='folder or URL of the target cache')
+    source.add_argument('--jsonl', nargs='+', help='conversations instead: hidden states are captured while training')
     parser.add_argument('--out', required=True, help='folder of the run')
     parser.add_argument('--device', default=None, help='cpu or cuda')
     parser.add_argument('--opts', nargs='*', default=[], metavar='KEY=VALUE', help='fields of the recipe')
     a = parser.parse_args(argv)
-    try: train(named_recipe(a.recipe, a.opts), cache=a.cache, out_dir=a.out, device=a.device)
+    try: train(named_recipe(a.recipe, a.opts), cache=a.cache, samples=a.jsonl, out_dir=a.out, device=a.device)
     except ValueError as e: parser.exit(2, f'{e}\n')
 
 # %% ../../nbs/34_recipes.ipynb #c017

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['epoch_order', 'sample_at', 'num_steps', 'micro_batches', 'SampleStream', 'StreamCollator', 'pad_tokens',
-           'stream_batches']
+           'stream_batches', 'online_samples']
 
 # %% ../../nbs/32b_stream.ipynb #c003
 import math
@@ -15,6 +15,8 @@ from torch.utils.data import DataLoader
 
 from ..cache.collate import CacheCollator
 from ..cache.prefetch import CUDAPrefetcher
+from ..data.jsonl import JsonLineDataset
+from ..data.template import TokenizedConversation, resolve_template, tokenize_conversations
 from ..model.anchors import make_blocks, position_generator
 
 # %% ../../nbs/32b_stream.ipynb #c005
@@ -117,3 +119,18 @@ def stream_batches(
     "Batches of the stream, prepared ahead by a thread"
     loader = DataLoader(stream, batch_sampler=positions, collate_fn=collator, num_workers=num_workers)
     return CUDAPrefetcher(loader, device)
+
+# %% ../../nbs/32b_stream.ipynb #074a8878
+def online_samples(
+    jsonl, # Files of conversations
+    target, # Loaded target
+    max_length:int, # Longer samples are cut
+    min_loss_tokens:int=14, # Samples with fewer supervised tokens are dropped, as in a cache
+)->list: # Dictionaries of `input_ids` and `loss_mask`
+    "Tokenised conversations for training without a cache; `ValueError` if none is left"
+    rows = JsonLineDataset(list(map(str, jsonl)))
+    tokens = tokenize_conversations(rows, target.tokenizer, resolve_template(target.tokenizer), max_length=max_length)
+    kept = [t for t in tokens if isinstance(t, TokenizedConversation) and t.num_loss_tokens >= min_loss_tokens]
+    if not kept: raise ValueError(f"{', '.join(map(str, jsonl))}: no sample with {min_loss_tokens} supervised tokens; "
+                                  f"try `deepspec mask check`")
+    return [dict(input_ids=torch.from_numpy(t.input_ids), loss_mask=torch.from_numpy(t.loss_mask)) for t in kept]

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['FREE_SETTINGS', 'Ranks', 'process_group', 'resolve_dtype', 'DraftTraining', 'shard', 'prepare_module',
-           'whole_weights', 'online_hidden_states', 'MetricsLog', 'stop_requests', 'train_step', 'step_record',
-           'claim_run', 'Trainer', 'TrainSummary', 'train', 'launch', 'main']
+           'whole_weights', 'online_hidden_states', 'MetricsLog', 'stop_requests', 'block_parts', 'train_step',
+           'step_record', 'claim_run', 'Trainer', 'TrainSummary', 'train', 'launch', 'main']
 
 # %% ../../nbs/33_trainer.ipynb #c003
 import argparse, contextlib, importlib, json, os, signal, subprocess, sys, time
@@ -28,7 +28,8 @@ from .checkpoint import latest_checkpoint, load_training_state, save_checkpoint
 from .config import Recipe, recipe_from_dict, recipe_to_dict
 from .losses import chunked_terms, dspark_loss, eagle3_loss, readable_stats
 from .optim import MasterAdamW, learning_rate
-from .stream import SampleStream, StreamCollator, micro_batches, num_steps, stream_batches
+from .stream import (
+    SampleStream, StreamCollator, micro_batches, num_steps, online_samples, stream_batches)
 
 # %% ../../nbs/33_trainer.ipynb #c006
 @dataclass(frozen=True)
@@ -87,6 +88,7 @@ class DraftTraining(nn.Module):
         self.draft,self.loss,self.loss_chunk = draft,loss,loss_chunk
 
     def forward(self, batch:dict):
+        "Sum with gradient, its weight, and the statistics of one batch"
         terms = lambda *args, **kwargs: chunked_terms(*args, chunk=self.loss_chunk, **kwargs)
         if self.loss is None: sums = eagle3_loss(self.draft, batch, terms)
         else: sums = dspark_loss(self.draft, batch, batch['blocks'], self.loss, terms)
@@ -134,7 +136,8 @@ def online_hidden_states(
     real = batch['attention_mask'].bool()
     if not (hidden[real].isfinite().all() and last[real].isfinite().all()):
         raise ValueError(f"{target.name}: its hidden states hold NaN or Inf; load it in bf16 or fp32, fp16 overflows")
-    return batch | dict(target_hidden_states=hidden.bfloat16(), target_last_hidden_states=last.bfloat16())
+    hidden,last = (x.masked_fill(~real[..., None], 0).bfloat16() for x in (hidden, last)) # zero padding, as a cache's
+    return batch | dict(target_hidden_states=hidden, target_last_hidden_states=last)
 
 # %% ../../nbs/33_trainer.ipynb #c015
 class MetricsLog:
@@ -190,6 +193,14 @@ def stop_requests(signals=(signal.SIGTERM, signal.SIGUSR1)):
         for s,handler in old.items(): signal.signal(s, handler)
 
 # %% ../../nbs/33_trainer.ipynb #c021
+def block_parts(
+    batch:dict, # A micro-batch
+    blocks_at_once:int|None, # Blocks together; None for all
+)->list: # Batches that hold a part of the blocks each
+    "The micro-batch once for each part of its blocks, or once"
+    if blocks_at_once is None or 'blocks' not in batch: return [batch]
+    return [batch | dict(blocks=b) for b in batch['blocks'].parts(blocks_at_once)]
+
 def train_step(
     module:DraftTraining, # Draft and loss
     optimizer:MasterAdamW, # Of the draft
@@ -197,26 +208,28 @@ def train_step(
     step:int, # From 0
     ranks:Ranks, # All processes
     asked:list, # Signals that arrived
+    blocks_at_once:int|None=None, # As in `TrainConfig`
 )->dict: # Global statistics, `grad_norm`, `stop`, and seconds by part
     "Forward and backward of every micro-batch, then one update"
     sums,clock = {},dict(loader_wait_s=0., forward_loss_s=0., backward_s=0., optimizer_s=0.)
     def timed(part, since):
         if ranks.device.type == 'cuda': torch.cuda.synchronize()
         clock[part] += time.perf_counter() - since
+    def add(more): sums.update({k: sums[k] + v if k in sums else v for k,v in more.items()})
     for get in batches:
         t = time.perf_counter()
         batch = get()
         timed('loader_wait_s', t)
-        t = time.perf_counter()
-        total,weight,stats = module(batch)
-        timed('forward_loss_s', t)
-        t = time.perf_counter()
-        total.backward()
-        optimizer.accumulate()
-        timed('backward_s', t)
-        stats = stats | dict(total=total.detach(), denominator=weight,
-                             tokens=batch['attention_mask'].sum(dtype=torch.float32))
-        sums = {k: sums[k] + v if sums else v for k,v in stats.items()}
+        add(dict(tokens=batch['attention_mask'].sum(dtype=torch.float32)))
+        for part in block_parts(batch, blocks_at_once):
+            t = time.perf_counter()
+            total,weight,stats = module(part)
+            timed('forward_loss_s', t)
+            t = time.perf_counter()
+            total.backward()
+            optimizer.accumulate()
+            timed('backward_s', t)
+            add(stats | dict(total=total.detach(), denominator=weight))
     t = time.perf_counter()
     sums = ranks.sum(sums | dict(stop=torch.tensor(float(bool(asked)), device=ranks.device)))
     norm = optimizer.finish(step, sums['denominator'].item(), ranks.world_size)
@@ -242,8 +255,7 @@ def step_record(
 
 # %% ../../nbs/33_trainer.ipynb #c023
 FREE_SETTINGS = ('micro_batch_size', 'num_workers', 'log_steps', 'save_steps', 'keep_last', 'eval_steps', 'parallel',
-                 'compile', 'loss_chunk',
-                 'gradient_checkpointing', 'tracker')
+                 'compile', 'loss_chunk', 'blocks_at_once', 'gradient_checkpointing', 'tracker')
 
 def claim_run(
     out_dir:Path, # Folder of the run
@@ -335,7 +347,8 @@ class Trainer:
             if main and self.step: bar.update(self.step)
             for batches in self.batches():
                 began = time.perf_counter()
-                found = train_step(self.module, self.optimizer, batches, self.step, self.ranks, asked)
+                found = train_step(self.module, self.optimizer, batches, self.step, self.ranks, asked,
+                                   t.blocks_at_once)
                 lr,stop = learning_rate(self.step, self.total, self.recipe.optim),bool(found['stop'])
                 self.step += 1
                 if main:
@@ -364,7 +377,10 @@ def _training_data(recipe, target, cache, samples):
     "The data set and whether hidden states are captured online; `ValueError` unless there is exactly one source"
     if (cache is None) == (samples is None): raise ValueError("train: give either cache= (hidden states on disk) or "
                                                               "samples= (captured online), not both or neither")
-    if samples is not None: return samples, True
+    if samples is not None:
+        given = [samples] if isinstance(samples, (str, os.PathLike)) else samples
+        if not isinstance(given[0], (str, os.PathLike)): return samples, True
+        return online_samples(given, target, recipe.training.max_length), True
     if not isinstance(cache, (str, os.PathLike)): return cache, False
     if '://' not in str(cache):
         validate_train_cache(cache, target_layer_ids=recipe.draft.target_layer_ids, hidden_size=target.hidden_size,
@@ -376,7 +392,7 @@ def train(
     *,
     out_dir, # Folder of the run
     cache=None, # Target cache: folder, URL or data set
-    samples=None, # Tokenised samples (`input_ids`, `loss_mask`) instead: hidden states are captured online
+    samples=None, # Instead, JSONL files or tokenised samples whose hidden states are captured online
     target=None, # A loaded target, or None for the recipe's
     resume:bool=True, # Go on from the last checkpoint, if there is one
     evaluate=None, # evaluate(draft, step) -> dict of numbers, every `eval_steps`
@@ -406,7 +422,8 @@ def launch(
     recipe:Recipe, # Complete configuration
     *,
     out_dir, # Folder of the run
-    cache, # Folder or URL of the target cache
+    cache=None, # Folder or URL of the target cache
+    samples=None, # Instead, JSONL files whose hidden states are captured online
     nproc:int, # Processes on this machine, one a GPU
     device:str|None=None, # cpu or cuda
     evaluate:str|None=None, # `module:function` instead of a callable, since processes cannot share one
@@ -414,8 +431,9 @@ def launch(
     "Run `train` in `nproc` processes by torchrun; `RuntimeError` with its exit code if that fails"
     out_dir = Path(out_dir)
     job,result = out_dir/'job.json',out_dir/'summary.json'
-    write_json(job, dict(recipe=recipe_to_dict(recipe), out_dir=str(out_dir), cache=str(cache), device=device,
-                         evaluate=evaluate))
+    write_json(job, dict(recipe=recipe_to_dict(recipe), out_dir=str(out_dir), device=device, evaluate=evaluate,
+                         cache=None if cache is None else str(cache),
+                         samples=None if samples is None else [str(s) for s in samples]))
     result.unlink(missing_ok=True)
     command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={nproc}', '-m',
                'deepspec.train.trainer', '--job', str(job)]
@@ -429,10 +447,11 @@ def launch(
 def main(argv=None):
     "`python -m deepspec.train.trainer --job job.json`, under torchrun or alone"
     parser = argparse.ArgumentParser(description='Train a draft from a job file')
-    parser.add_argument('--job', required=True, help='job.json with recipe, out_dir, cache, device, evaluate')
+    parser.add_argument('--job', required=True, help='file with recipe, out_dir, cache or samples, device, evaluate')
     job = read_json(parser.parse_args(argv).job)
     module,_,name = (job['evaluate'] or '').partition(':')
-    summary = train(recipe_from_dict(job['recipe']), out_dir=job['out_dir'], cache=job['cache'], device=job['device'],
+    summary = train(recipe_from_dict(job['recipe']), out_dir=job['out_dir'], cache=job['cache'],
+                    samples=job['samples'], device=job['device'],
                     evaluate=getattr(importlib.import_module(module), name) if module else None)
     if int(os.environ.get('RANK', 0)) == 0: write_json(Path(job['out_dir'])/'summary.json', asdict(summary))
 

@@ -1,0 +1,89 @@
+"The guides' figures say what the code draws today; every file and notebook that the guides name exists"
+import re
+
+import pytest
+from conftest import ROOT
+
+from deepspec.longmem.pictures import MEMORY_FIGURES
+from deepspec.report.concepts import CONCEPT_FIGURES, THEMES, figure_texts, write_figures
+
+FIGURES = CONCEPT_FIGURES | MEMORY_FIGURES
+GUIDES = sorted((ROOT/'docs'/'guides').glob('*.md'))
+
+
+@pytest.mark.parametrize('name', FIGURES)
+def test_committed_figures_are_what_the_code_draws(name, tmp_path):
+    for path in write_figures({name: FIGURES[name]}, tmp_path):
+        committed = ROOT/'docs'/'images'/path.name
+        assert committed.exists(), f'{path.name} is missing: python docs/draw_figures.py'
+        assert figure_texts(committed) == figure_texts(path), 'stale: python docs/draw_figures.py'
+
+
+def test_every_figure_is_shown_and_every_shown_one_is_drawn():
+    shown = {n for p in GUIDES for n in re.findall(r'^```\{themed-figure\} (\S+)', p.read_text(encoding='utf-8'), re.M)}
+    assert shown == FIGURES.keys()
+    drawn = {f'{n}-{t}.svg' for n in FIGURES for t in THEMES}
+    assert {p.name for p in (ROOT/'docs'/'images').glob('*.svg')} == drawn
+
+
+SEED_NAMES = '''
+download_and_split.py generate_train_data.py prepare_target_cache.py launch_sglang_server.sh prepare_data.sh
+target_cache_dataset.py jsonl_dataset.py parser.py cuda_prefetcher.py base_trainer.py base_evaluator.py DSpark_paper.pdf
+scripts/data/README.md open-perfectblend human/gpt/chatgpt/bing/bard conversations turns test_size --temperature --top-p
+--top-k --min-p --disable-thinking --resume 30000–30007 logs/sglang_ target_layer_ids target_last_hidden_states
+compute_local_sample_range samples.idx INDEX_RECORD_STRUCT <QIIQQQQQ 56 38 AsyncTargetCacheWriter max_queue_size
+max_shard_bytes validate_target_cache_manifest validate_train_cache CacheDataset max_open_shards __getstate__
+CacheCollator CUDAPrefetcher record_stream move_batch_to_device ChatTemplate TEMPLATE_REGISTRY qwen gemma4
+assistant_loss_prefix JsonLineDataset ~/.cache/deepspec mtime_ns bisect_right assert_no_final_target_layer
+saved_world_size train_qwen_titans_babilong.py QwenTitansForBABILong BABILongDataset data_path qa1/32k.json max_length
+answer_reserve_tokens add_special_tokens available labels attention_mask pad_token batch_size num_workers train_ratio
+random_split DistributedSampler set_epoch chunk_size gradient_accumulation_steps log_every_batches logging_steps --fsdp
+--max_samples --num_epochs --eval_steps outputs/qwen_titans_babilong final_memory_checkpoint.pt memory_state_dict
+long_term_memory memory_gate global_step
+'''.split()
+
+
+def map_text():
+    return (ROOT/'docs'/'guides'/'seed-map.md').read_text(encoding='utf-8')
+
+
+def dead_pointers(text):
+    "Notebooks, pages, reports, modules and commands that a guide names and the repository lacks"
+    from typer.main import get_command
+
+    from deepspec.cli.main import app
+    pages = {re.sub(r'^\d+[a-z]*_', '', p.stem): p.stem for p in (ROOT/'nbs').glob('[0-9]*.ipynb')}
+    dead = [n for n in re.findall(r'\b(\d\d[a-z]?_[a-z_]+)\b', text) if not (ROOT/'nbs'/f'{n}.ipynb').exists()]
+    dead += [p for p in re.findall(r'\]\(\.\./nbs/(\w+)\.ipynb', text) if p not in pages]
+    dead += [p for p in re.findall(r'\]\(([\w-]+\.md)\)', text) if not (ROOT/'docs'/'guides'/p).exists()]
+    dead += [p for p in re.findall(r'\b(reports/\w+\.ipynb)', text) if not (ROOT/p).exists()]
+    dead += [m for m in re.findall(r'python -m (deepspec[\w.]+)', text)
+             if not (ROOT/(m.replace('.', '/') + '.py')).exists()]
+    for words in re.findall(r'`deepspec ((?:[a-z]+ ?)+)', text):
+        at = get_command(app)
+        for word in words.split():
+            if not hasattr(at, 'commands'): break
+            if word not in at.commands:
+                dead.append(f'deepspec {words}')
+                break
+            at = at.commands[word]
+    return dead
+
+
+def test_seed_map_names_everything_the_documents_name():
+    assert [n for n in SEED_NAMES if n not in map_text()] == []
+
+
+@pytest.mark.parametrize('path', GUIDES, ids=lambda p: p.stem)
+def test_guides_point_at_things_that_exist(path):
+    assert dead_pointers(path.read_text(encoding='utf-8')) == []
+
+
+def test_a_dead_pointer_is_found():
+    assert dead_pointers('see `99_nothing`, [x](../nbs/nothing.ipynb), [y](gone.md), `deepspec cache burn a`') == [
+        '99_nothing', 'nothing', 'gone.md', 'deepspec cache burn a']
+
+
+def test_seed_map_links_each_notebook_to_its_own_page():
+    found = re.findall(r'\[`(\w+)`\]\(\.\./nbs/(\w+)\.ipynb\)', map_text())
+    assert found and [n for n, page in found if re.sub(r'^\d+[a-z]*_', '', n) != page] == []
