@@ -129,11 +129,12 @@ def calibrate(
 def calibration_table(
     found:dict, # Content of confidence_calibration.json
 )->str: # Aligned text
-    "Temperature of each position, and the errors before and after"
+    "Temperature of each position, the errors before and after, and the least error that so few cycles can show"
     from deepspec.report.figures import Table
     pairs = zip(found['temperatures'], found['before'], found['after'])
     return repr(Table([{'position': b['slot'] + 1, 'temperature': t, 'ECE before': b['ece'], 'after': a['ece'],
-                        'Brier before': b['brier'], 'after ': a['brier'], 'AUROC': a['auroc']} for t,b,a in pairs]))
+                        'floor': a['ece_floor'], 'Brier before': b['brier'], 'after ': a['brier'],
+                        'AUROC': a['auroc']} for t,b,a in pairs]))
 
 # %% ../../nbs/67_cli_measure.ipynb #c017
 def sweep(

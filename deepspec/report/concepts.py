@@ -65,8 +65,7 @@ def figure_texts(
 
 # %% ../../nbs/50b_concept_figures.ipynb #c009
 ANSWER = 'A small model guesses ahead and the large one checks every guess in one pass'.split()
-# one proposal a cycle
-GUESSES = ('small model guesses next', 'to the large one', 'the large one says', 'every guess in one')
+GUESSES = ('small model guesses next', 'to the large one', 'the large one says', 'every guess in one') # one a cycle
 
 def played_cycles(
     answer=ANSWER, # The target's own greedy words; the first is the first anchor
