@@ -45,7 +45,7 @@ def as_dict(
     result, # Dataclass or dict
 )->dict: # JSON-ready
     "A result as plain values"
-    values = asdict(result) if is_dataclass(result) else dict(result)
+    values = asdict(result) if is_dataclass(result) and not isinstance(result, type) else dict(result)
     return json.loads(json.dumps(values, default=str))
 
 def show(

@@ -10,17 +10,19 @@ __all__ = ['FAMILIES', 'MEMORY_NAMES', 'MEMORY_MODES', 'tiny_qwen', 'save_tiny_q
 
 # %% ../../nbs/72_titans.ipynb #c003
 import inspect, warnings
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from fastcore.basics import patch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from .memory import MemoryConfig, MemoryState, NeuralMemory
 from ..model.target import target_config
@@ -75,7 +77,7 @@ class Decoding:
 class StreamLayer(nn.Module):
     "A Qwen decoder layer, with a long-term memory beside it where there is one"
     def __init__(self,
-        block:nn.Module,          # Decoder layer of Qwen3 or Qwen2
+        block:Qwen3DecoderLayer|Qwen2DecoderLayer, # Layer of the backbone
         memory:NeuralMemory=None, # Its memory; a plain layer where None
     ):
         super().__init__()
@@ -112,7 +114,7 @@ class StreamLayer(nn.Module):
         if decoding is None: return out,self.long_term_memory.write(att, normed, mask_BS, state)
         if (full := decoding.collect(self.index, att, normed)) is None: return out,state
         ones = torch.ones(full[0].shape[:2], device=att.device)
-        return out,self.long_term_memory.write(*full, ones, state)
+        return out,self.long_term_memory.write(full[0], full[1], ones, state)
 
 # %% ../../nbs/72_titans.ipynb #c011
 class TitansOutput(NamedTuple):
@@ -191,7 +193,13 @@ def check_rotary(
 
 # %% ../../nbs/72_titans.ipynb #c017
 class StreamingGeneration:
-    "Greedy decoding for a model that reads chunk by chunk; needs `run_chunk`, `chunk_size` and `layers`"
+    "Greedy decoding for a model that reads chunk by chunk; the model has these attributes"
+    chunk_size:int
+    layers:nn.ModuleList
+    norm:nn.Module
+    lm_head:nn.Module
+    run_chunk:Callable
+
     @torch.no_grad()
     def stream(self,
         input_ids:torch.Tensor,      # Prompt [S] or [1, S]
@@ -321,29 +329,29 @@ class QwenTitansForBABILong(StreamingGeneration, ChunkedQwen):
         loss_sum = F.cross_entropy(logits_NV, targets_N, reduction='sum') + tie
         return TitansOutput(loss_sum, loss_sum.new_tensor(len(targets_N)), logits_NV, targets_N, rows_N, states)
 
+    @classmethod
+    def from_pretrained(cls,
+        name_or_path:str,         # Folder or hub name of a Qwen3 or Qwen2
+        memory_layers:tuple=None, # Layers that get a memory; see `default_memory_layers`
+        memory_config:MemoryConfig=MemoryConfig(), # Shape and rule of the memories
+        *,
+        dtype:torch.dtype=torch.float32, # Of the backbone; memories are fp32 always
+        train_base:bool=False,    # Let the backbone learn too
+        **options,                # See `QwenTitansForBABILong`
+    )->'QwenTitansForBABILong':
+        "The model on a pretrained backbone; only the memory is trainable unless `train_base`"
+        check_backbone(target_config(name_or_path), options.get('chunk_size', 4096))
+        qwen = AutoModelForCausalLM.from_pretrained(name_or_path, dtype=dtype, attn_implementation='sdpa')
+        model = cls(qwen, memory_layers, memory_config, **options)
+        for name,p in model.named_parameters(): p.requires_grad_(train_base or is_memory_name(name))
+        return model
+
 # %% ../../nbs/72_titans.ipynb #c041
 def is_memory_name(
     name:str, # Name of a parameter
 )->bool:
     "Whether a parameter belongs to a memory or its gate"
     return any(part in MEMORY_NAMES for part in name.split('.'))
-
-@patch(cls_method=True)
-def from_pretrained(cls:QwenTitansForBABILong,
-    name_or_path:str,         # Folder or hub name of a Qwen3 or Qwen2
-    memory_layers:tuple=None, # Layers that get a memory; see `default_memory_layers`
-    memory_config:MemoryConfig=MemoryConfig(), # Shape and rule of the memories
-    *,
-    dtype:torch.dtype=torch.float32, # Of the backbone; memories are fp32 always
-    train_base:bool=False,    # Let the backbone learn too
-    **options,                # See `QwenTitansForBABILong`
-)->QwenTitansForBABILong:
-    "The model on a pretrained backbone; only the memory is trainable unless `train_base`"
-    check_backbone(target_config(name_or_path), options.get('chunk_size', 4096))
-    qwen = AutoModelForCausalLM.from_pretrained(name_or_path, dtype=dtype, attn_implementation='sdpa')
-    model = cls(qwen, memory_layers, memory_config, **options)
-    for name,p in model.named_parameters(): p.requires_grad_(train_base or is_memory_name(name))
-    return model
 
 # %% ../../nbs/72_titans.ipynb #c044
 def memory_state_dict(

@@ -11,6 +11,7 @@ __all__ = ['PEOPLE', 'PLACES', 'MOVES', 'OBJECTS', 'GRABS', 'DROPS', 'GIVERS', '
 # %% ../../nbs/70_babilong_tasks.ipynb #c003
 import json, random, re
 from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -136,7 +137,7 @@ def give_story(
 @dataclass(frozen=True, kw_only=True)
 class Task:
     "One BABILong task"
-    tell:object      # Function from a random generator and a number of facts to a `Story`
+    tell:Callable    # Function from a random generator and a number of facts to a `Story`
     num_facts:tuple  # Fewest and most facts of a story
     labels:tuple     # Every possible answer
 

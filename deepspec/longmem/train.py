@@ -19,12 +19,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, Subset
+from transformers import PreTrainedTokenizerFast
 
 from ..io import atomic_open, folder_lock, read_json, run_record, write_json
 from .babilong import (BABILongDataset, GeneratedRows, IGNORE, collate_babilong, is_correct,
@@ -170,8 +172,8 @@ def stage_dataset(
 )->BABILongDataset:
     "The samples of a stage, training and evaluation part together"
     source = config.data_path
-    options = dict(max_length=stage.max_length, answer_reserve_tokens=config.answer_reserve_tokens,
-                   truncation=config.truncation, append_eos=config.append_eos, max_samples=config.max_samples)
+    options:dict = dict(max_length=stage.max_length, answer_reserve_tokens=config.answer_reserve_tokens,
+                        truncation=config.truncation, append_eos=config.append_eos, max_samples=config.max_samples)
     if source.startswith('generate:'):
         seen = (stage.num_steps or 125)*stage.batch_size*config.gradient_accumulation_steps*ranks.world_size
         before = stage.max_length - stage.chunk_size if config.facts_before_last_chunk else None
@@ -221,7 +223,8 @@ def build_model(
     "The run's model on the CPU, seeded, with its tokenizer; what is not trained is frozen"
     torch.manual_seed(config.seed)
     layers = tuple(int(l) for l in config.memory_layers.split(',')) if config.memory_layers else None
-    options = dict(chunk_size=config.chunk_size, checkpointing=config.checkpointing, bptt_chunks=config.bptt_chunks)
+    options:dict = dict(chunk_size=config.chunk_size, checkpointing=config.checkpointing,
+                        bptt_chunks=config.bptt_chunks)
     if config.model_name_or_path == 'tiny':
         tokenizer = tiny_tokenizer()
         qwen = tiny_qwen(vocab_size=len(tokenizer), seed=config.seed)
@@ -499,9 +502,9 @@ class Run:
     "Everything a training loop holds"
     config:TrainingConfig
     ranks:Ranks
-    model:object
-    tokenizer:object
-    optimizer:object
+    model:nn.Module
+    tokenizer:PreTrainedTokenizerFast
+    optimizer:torch.optim.Optimizer
     position:Position
     metrics:Metrics
     since:dict = field(default_factory=lambda: dict(loss=0., labels=0, tokens=0, started=time.monotonic()))

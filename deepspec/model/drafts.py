@@ -18,7 +18,7 @@ from .eagle3 import Eagle3Config, Eagle3Model
 from .target import Target
 
 # %% ../../nbs/27_drafts.ipynb #c005
-DRAFT_MODELS = {DSparkConfig: DSparkModel, Eagle3Config: Eagle3Model}
+DRAFT_MODELS:dict[type, type[DSparkModel|Eagle3Model]] = {DSparkConfig: DSparkModel, Eagle3Config: Eagle3Model}
 
 def draft_from_target(
     target:Target, # Whose embedding and head the draft uses
