@@ -190,18 +190,69 @@ def test_qa1_answers_follow_from_the_facts():
         assert where[row['question'].removeprefix('Where is ').rstrip('?')] == row['target']
 
 
-def test_qa5_and_qa2_answers_follow_from_the_facts():
+def facts_of(row):
+    "The facts of a row, each as its words"
+    return [m[0].rstrip('.').split() for m in FACT_PATTERN.finditer(row['input'])]
+
+
+def places_of_things(facts):
+    "Every place each thing has been at, in order, from the sentences alone"
+    where, holder, been = {}, {}, {}
+    for name, *rest in facts:
+        things = [o for o in ('apple', 'football', 'milk') if o in rest]
+        if not things: where[name] = rest[-1]
+        elif rest[0] in ('got', 'took', 'grabbed', 'picked'): holder[things[0]] = name
+        else:
+            assert holder.pop(things[0]) == name  # nobody puts down what another one holds
+        for thing, who in holder.items():
+            places = been.setdefault(thing, [])
+            if places[-1:] != [where[who]]: places.append(where[who])
+    return been
+
+
+def test_qa2_answers_follow_from_the_facts():
     for i in range(60):
         row = babilong_row('qa2', 400, index=i)
-        where, holder, lies = {}, {}, {}
-        for fact in FACT_PATTERN.finditer(row['input']):
-            words = fact[0].rstrip('.').split()
-            name, thing = words[0], next((o for o in ('apple', 'football', 'milk') if o in words), None)
-            if thing is None: where[name] = words[-1]
-            else: holder[thing] = name if any(g in fact[0] for g in ('got', 'took', 'grabbed', 'picked')) else None
-            for o, who in holder.items():
-                if who: lies[o] = where[who]
-        assert lies[row['question'].rstrip('?').split()[-1]] == row['target']
+        thing = row['question'].removeprefix('Where is the ').rstrip('?')
+        assert places_of_things(facts_of(row))[thing][-1] == row['target']
+
+
+def test_qa3_answers_follow_from_the_facts_and_are_the_only_ones():
+    for i in range(60):
+        row = babilong_row('qa3', 600, index=i)
+        thing, place = row['question'].removeprefix('Where was the ').rstrip('?').split(' before the ')
+        been = places_of_things(facts_of(row))[thing]
+        assert [a for a, b in zip(been, been[1:]) if b == place] == [row['target']]
+
+
+def test_qa4_answers_follow_from_the_facts_and_are_the_only_ones():
+    opposite = dict(north='south', south='north', east='west', west='east')
+    for i in range(80):
+        row = babilong_row('qa4', 200, index=i)
+        facts = facts_of(row)
+        known = {(a, side, b) for _, a, _, side, _, _, b in facts}  # The A is north of the B
+        known |= {(b, opposite[side], a) for a, side, b in known}
+        words = row['question'].rstrip('?').split()
+        if words[2] == 'the': answers = [b for a, side, b in known if (a, side) == (words[3], words[4])]
+        else: answers = [a for a, side, b in known if (side, b) == (words[2], words[-1])]
+        assert len(facts) == 2 and answers == [row['target']]
+
+
+def test_qa5_answers_follow_from_the_facts_and_are_the_last_gift_that_fits():
+    for i in range(80):
+        row = babilong_row('qa5', 400, index=i)
+        holder, gifts = {}, []
+        for name, *rest in facts_of(row):
+            if rest[0] not in ('gave', 'handed', 'passed'): holder.setdefault(rest[-2], name)
+            else:
+                assert holder[rest[2]] == name  # nobody gives away what another one holds
+                holder[rest[2]] = rest[-1]
+                gifts.append((name, rest[2], rest[-1]))
+        words = row['question'].rstrip('?').split()
+        if words[0] == 'What': fits = [o for a, o, b in gifts if (a, b) == (words[2], words[-1])]
+        elif words[1] == 'gave': fits = [a for a, o, b in gifts if (o, b) == (words[3], words[-1])]
+        else: fits = [b for a, o, b in gifts if (a, o) == (words[2], words[5])]
+        assert fits[-1] == row['target']
 
 
 def test_background_from_a_file_keeps_its_order_and_loses_its_facts(tmp_path):

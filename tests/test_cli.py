@@ -52,6 +52,11 @@ def test_bad_option(toy):
     refused(deepspec('train', 'no_such_recipe', '--cache', 'x'), 'dspark_smollm2_135m')
 
 
+def test_held_out_prompts_need_steps(toy, tmp_path):
+    refused(deepspec('train', 'dspark_toy', '--cache', tmp_path, '--eval-prompts', tmp_path/'eval.jsonl'), '--eval-steps')
+    refused(deepspec('train', 'dspark_toy', '--cache', tmp_path, '--eval-steps', '5'), '--eval-prompts')
+
+
 def test_missing_and_broken_cache(toy, tmp_path):
     refused(deepspec('cache', 'info', tmp_path), 'manifest.json')
     (tmp_path/'manifest.json').write_text('{"version": 2')

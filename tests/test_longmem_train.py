@@ -98,7 +98,7 @@ def run(*argv):
 
 def test_user_errors_end_with_one_line():
     done = run('deepspec.longmem.train', '--model_name_or_path', 'tiny')
-    assert done.returncode == 1 and done.stderr.strip().splitlines()[-1].startswith('error: TrainingConfig')
+    assert done.returncode == 2 and done.stderr.startswith('deepspec: TrainingConfig') and done.stderr.count('\n') == 1
 
 
 def test_torchrun_with_the_debug_line(config, tmp_path):
@@ -110,3 +110,26 @@ def test_torchrun_with_the_debug_line(config, tmp_path):
     saved = torch.load(tmp_path/'ranks'/'final_memory_checkpoint.pt', weights_only=True)
     assert saved['global_step'] == 1  # four micro-batches a rank make one step
     assert all('long_term_memory' in n or 'memory_gate' in n for n in saved['memory_state_dict'])
+
+
+# three launches of two processes that each import torch
+@pytest.mark.slow
+@pytest.mark.parametrize('how', ['ddp', 'fsdp'])
+def test_two_ranks_resume_exactly(config, tmp_path, how):
+    base = replace(config, gradient_accumulation_steps=1, num_epochs=2, save_steps=1, fsdp=how == 'fsdp')
+
+    def launch(folder, *flags):
+        small = replace(base, output_dir=str(tmp_path/folder))
+        done = run('torch.distributed.run', '--standalone', '--nproc_per_node=2', '-m', 'deepspec.longmem.train',
+                   *command(small, *flags))
+        assert done.returncode == 0, done.stderr[-3000:]
+        lines = (tmp_path/folder/'metrics.jsonl').read_text().splitlines()
+        figures = [{k: v for k, v in json.loads(l).items() if k != 'tokens_per_s'} for l in lines]
+        return figures, torch.load(tmp_path/folder/'full_checkpoint.pt', weights_only=True)
+    figures, whole = launch('whole')
+    launch('parts', '--max_steps', '3')  # stops inside the first of two epochs of four steps
+    resumed, parts = launch('parts', '--resume')
+    assert parts['global_step'] == whole['global_step'] == 8
+    assert [f for f in resumed if f['kind'] == 'train'] == [f for f in figures if f['kind'] == 'train']
+    assert resumed[-1] == figures[-1]
+    assert all(parts['state_dict'][n].equal(t) for n, t in whole['state_dict'].items())

@@ -440,7 +440,7 @@ def test_what_is_done_takes_few_bytes_a_row(tmp_path):
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         return peak
-    assert (peak_nbytes(30_000) - peak_nbytes(10_000))/20_000 < 120
+    assert (peak_nbytes(9_000) - peak_nbytes(3_000))/6_000 < 120
 
 def test_ids_with_one_hash_are_told_apart(tmp_path, monkeypatch):
     "Rows that repeat an id are rejected; different ids that hash alike stop the run, for one of them would be lost"

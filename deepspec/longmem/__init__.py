@@ -15,7 +15,7 @@ _HOMES = dict(
     split_babilong='babilong', is_correct='babilong', babilong_source='babilong',
     show_sample='view', sample_view='view',
     MemoryConfig='memory', MemoryState='memory', NeuralMemory='memory',
-    QwenTitansForBABILong='model', load_titans='model', load_memory_state='model', tiny_qwen='model',
+    QwenTitansForBABILong='model', load_memory_state='model', tiny_qwen='model',
     save_tiny_qwen='model', TrainingConfig='train', train_babilong='train', evaluate_babilong='train',
     evaluate_checkpoint='train', load_run='train', memory_experiment='experiment')
 __all__ = sorted(_HOMES)

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['FAMILIES', 'MEMORY_NAMES', 'MEMORY_MODES', 'tiny_qwen', 'save_tiny_qwen', 'Decoding', 'StreamLayer', 'TitansOutput',
            'shift_labels', 'labelled', 'default_memory_layers', 'check_backbone', 'checked_inputs', 'check_rotary',
-           'StreamingGeneration', 'QwenTitansForBABILong', 'is_memory_name', 'load_titans', 'memory_state_dict',
+           'StreamingGeneration', 'ChunkedQwen', 'QwenTitansForBABILong', 'is_memory_name', 'memory_state_dict',
            'load_memory_state']
 
 # %% ../../nbs/72_titans.ipynb #c003
@@ -15,13 +15,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from fastcore.basics import patch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from .memory import MemoryConfig, MemoryState, NeuralMemory
+from ..model.target import target_config
 
 # %% ../../nbs/72_titans.ipynb #c006
 FAMILIES = dict(qwen3=(Qwen3Config, Qwen3ForCausalLM), qwen2=(Qwen2Config, Qwen2ForCausalLM))
@@ -185,7 +187,7 @@ def check_rotary(
     "`ValueError` if a cast has rounded them: in bf16 they are wrong by half a turn at 4,096 tokens"
     if inv_freq.dtype != torch.float32:
         raise ValueError(f"rotary frequencies are {inv_freq.dtype}, which ruins positions; load the model with "
-                         "load_titans(dtype=...) instead of casting it with .to()")
+                         "from_pretrained(dtype=...) instead of casting it with .to()")
 
 # %% ../../nbs/72_titans.ipynb #c017
 class StreamingGeneration:
@@ -231,8 +233,8 @@ class StreamingGeneration:
         return out
 
 # %% ../../nbs/72_titans.ipynb #c019
-class QwenTitansForBABILong(StreamingGeneration, nn.Module):
-    "A Qwen backbone that reads chunk by chunk, with a Titans memory in chosen layers"
+class ChunkedQwen(nn.Module):
+    "A Qwen backbone that reads one chunk at a time, with a Titans memory in chosen layers"
     def __init__(self,
         qwen,                     # Qwen3ForCausalLM or Qwen2ForCausalLM; its modules are used as they are
         memory_layers:tuple=None, # Layers that get a memory; see `default_memory_layers`
@@ -240,18 +242,13 @@ class QwenTitansForBABILong(StreamingGeneration, nn.Module):
         *,
         chunk_size:int=4096,      # Tokens that attention sees at once
         from_scratch:bool=False,  # The backbone is untrained: memories start as working maps, not as no-ops
-        checkpointing:bool=True,  # Recompute a chunk in the backward pass instead of keeping its activations
-        bptt_chunks:int=0,        # Gradients reach back this many chunks from the end; through all where 0
-        uniform_graph:bool=False, # Tie every chunk to the loss (FSDP2)
     ):
         super().__init__()
         layers = default_memory_layers(qwen.config.num_hidden_layers) if memory_layers is None else memory_layers
         self.config,self.memory_layers = check_backbone(qwen.config, chunk_size, layers),tuple(sorted(layers))
         # eager attention would not be causal without a mask
         if self.config._attn_implementation == 'eager': qwen.set_attn_implementation('sdpa')
-        if bptt_chunks == 1: warnings.warn("bptt_chunks=1: only later chunks read a chunk's writes, so no write learns")
-        self.memory_config,self.chunk_size,self.bptt_chunks = memory_config,chunk_size,bptt_chunks
-        self.checkpointing,self.uniform_graph = checkpointing,uniform_graph
+        self.memory_config,self.chunk_size = memory_config,chunk_size
         self.embed_tokens,self.norm,self.rotary_emb = qwen.model.embed_tokens,qwen.model.norm,qwen.model.rotary_emb
         memory = lambda: NeuralMemory(self.config.hidden_size, memory_config, from_scratch)
         self.layers = nn.ModuleList(StreamLayer(block, memory() if i in self.memory_layers else None)
@@ -271,6 +268,42 @@ class QwenTitansForBABILong(StreamingGeneration, nn.Module):
             after.append(state)
         return x,tuple(after)
 
+# %% ../../nbs/72_titans.ipynb #c022
+class QwenTitansForBABILong(StreamingGeneration, ChunkedQwen):
+    "A Qwen with a Titans memory that learns from the labels of whole texts"
+    def __init__(self,
+        qwen,                     # See `ChunkedQwen`
+        memory_layers:tuple=None, # See `ChunkedQwen`
+        memory_config:MemoryConfig=MemoryConfig(), # See `ChunkedQwen`
+        *,
+        checkpointing:bool=True,  # Recompute a chunk in the backward pass instead of keeping its activations
+        bptt_chunks:int=0,        # Gradients reach back this many chunks from the end; through all where 0
+        uniform_graph:bool=False, # Tie every chunk to the loss (FSDP2)
+        **options,                # `chunk_size` and `from_scratch` of `ChunkedQwen`
+    ):
+        super().__init__(qwen, memory_layers, memory_config, **options)
+        if bptt_chunks == 1: warnings.warn("bptt_chunks=1: only later chunks read a chunk's writes, so no write learns")
+        self.bptt_chunks,self.checkpointing,self.uniform_graph = bptt_chunks,checkpointing,uniform_graph
+
+    def read_text(self, input_ids, mask, targets, memory:str, states:tuple)->tuple:
+        "All chunks: hidden states at the targets [N, H], states after the text, the zero that ties every weight"
+        learns = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
+        run = self.run_chunk
+        if learns and self.checkpointing: run = partial(checkpoint, run, use_reentrant=False)
+        chunks = list(zip(*(t.split(self.chunk_size, 1) for t in (input_ids, mask, targets))))
+        wanted = [bool((t != -100).any()) for _,_,t in chunks]
+        hidden,tie = [],0.
+        for i,(ids,chunk_mask,chunk_targets) in enumerate(chunks):
+            left = len(chunks) - i
+            if self.bptt_chunks and i and left % self.bptt_chunks == 0:
+                states = tuple(s and s.detach() for s in states)
+            x,states = run(ids, chunk_mask, states, memory)
+            # what nothing is learnt from is dropped, or its graph would keep every recomputed activation alive
+            if wanted[i]: hidden.append(x[chunk_targets != -100])
+            if learns and (self.uniform_graph or left == 1): tie = tie + 0*x[:, -1].float().sum()
+        if learns: tie = tie + sum(0*t.sum() for state in states if state for t in state if t is not None)
+        return torch.cat(hidden or [x[:, 0][:0]]),states,tie
+
     def forward(self,
         input_ids:torch.Tensor,           # [B, S]
         attention_mask:torch.Tensor=None, # [B, S], 1 for real tokens, then 0; all ones where None
@@ -282,33 +315,21 @@ class QwenTitansForBABILong(StreamingGeneration, nn.Module):
         "Loss and logits at the labelled positions of whole texts"
         check_rotary(self.rotary_emb.inv_freq)
         mask,targets = checked_inputs(input_ids, attention_mask, labels, memory)
-        learns = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
-        run = self.run_chunk
-        if learns and self.checkpointing: run = partial(checkpoint, run, use_reentrant=False)
-        wanted = [bool((t != -100).any()) for t in targets.split(self.chunk_size, 1)]
-        states,hidden,tie = states or (None,)*len(self.layers),[],0.
-        chunks = list(zip(*(t.split(self.chunk_size, 1) for t in (input_ids, mask, targets))))
-        for i,(ids,chunk_mask,chunk_targets) in enumerate(chunks):
-            if self.bptt_chunks and i and (len(chunks) - i) % self.bptt_chunks == 0:
-                states = tuple(s and s.detach() for s in states)
-            x,states = run(ids, chunk_mask, states, memory)
-            # what nothing is learnt from is dropped, or its graph would keep every recomputed activation alive
-            if wanted[i]: hidden.append(x[chunk_targets != -100])
-            if learns and (self.uniform_graph or i == len(chunks) - 1): tie = tie + 0*x[:, -1].float().sum()
-        logits_NV = self.lm_head(self.norm(torch.cat(hidden or [x[:, 0][:0]]))).float()
+        hidden_NH,states,tie = self.read_text(input_ids, mask, targets, memory, states or (None,)*len(self.layers))
+        logits_NV = self.lm_head(self.norm(hidden_NH)).float()
         rows_N,targets_N = labelled(targets, self.chunk_size)
-        if learns: tie = tie + sum(0*t.sum() for state in states if state for t in state if t is not None)
         loss_sum = F.cross_entropy(logits_NV, targets_N, reduction='sum') + tie
         return TitansOutput(loss_sum, loss_sum.new_tensor(len(targets_N)), logits_NV, targets_N, rows_N, states)
 
-# %% ../../nbs/72_titans.ipynb #c038
+# %% ../../nbs/72_titans.ipynb #c041
 def is_memory_name(
     name:str, # Name of a parameter
 )->bool:
     "Whether a parameter belongs to a memory or its gate"
     return any(part in MEMORY_NAMES for part in name.split('.'))
 
-def load_titans(
+@patch(cls_method=True)
+def from_pretrained(cls:QwenTitansForBABILong,
     name_or_path:str,         # Folder or hub name of a Qwen3 or Qwen2
     memory_layers:tuple=None, # Layers that get a memory; see `default_memory_layers`
     memory_config:MemoryConfig=MemoryConfig(), # Shape and rule of the memories
@@ -318,13 +339,13 @@ def load_titans(
     **options,                # See `QwenTitansForBABILong`
 )->QwenTitansForBABILong:
     "The model on a pretrained backbone; only the memory is trainable unless `train_base`"
-    check_backbone(AutoConfig.from_pretrained(name_or_path), options.get('chunk_size', 4096))
+    check_backbone(target_config(name_or_path), options.get('chunk_size', 4096))
     qwen = AutoModelForCausalLM.from_pretrained(name_or_path, dtype=dtype, attn_implementation='sdpa')
-    model = QwenTitansForBABILong(qwen, memory_layers, memory_config, **options)
+    model = cls(qwen, memory_layers, memory_config, **options)
     for name,p in model.named_parameters(): p.requires_grad_(train_base or is_memory_name(name))
     return model
 
-# %% ../../nbs/72_titans.ipynb #c041
+# %% ../../nbs/72_titans.ipynb #c044
 def memory_state_dict(
     state_dict:dict, # State dict of a whole model
 )->dict: # The part with the memories and their gates

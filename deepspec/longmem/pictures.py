@@ -130,7 +130,7 @@ def token_by_token(
     values:torch.Tensor, # Values [1, 1, N, d]
     gates:Gates, # Gates of the tokens
 )->MemoryState:
-    "The rule as it is defined, for a memory of depth 1; what `write_subchunk` sums up"
+    "The rule as it is defined, for a memory of depth 1; what `write_linear` sums up"
     start,w,s = state.w1,state.w1,state.s1
     for i in range(keys.shape[-2]):
         k,v = keys[..., i, :, None],values[..., i, :, None]

@@ -248,7 +248,8 @@ def _fitting_story(task:Task, rng:random.Random, counter:TokenCounter, room:int)
     for num_facts in range(rng.randint(fewest, most), fewest - 1, -1):
         story = task.tell(rng, num_facts)
         if sum(map(counter.sentence, story.facts)) <= room: return story
-    raise ValueError(f"{room} tokens: {fewest} facts do not fit; ask for a longer text or move facts_before")
+    raise ValueError(f"{fewest} facts do not fit into {max(room, 0)} tokens, all that length_tokens or facts_before "
+                     "leave for them; raise them")
 
 def _background(sentences:tuple, rng:random.Random, counter:TokenCounter, room:int, shuffled:bool)->list:
     "Background sentences that take at most `room` tokens: drawn one by one, or running on from a random place"
@@ -312,8 +313,8 @@ def generate_babilong(
     "Write a generated set as one JSON list of `input`, `question`, `target`"
     if num_samples < 1: raise ValueError(f"num_samples={num_samples}: write at least one row")
     if tokenizer:
-        from transformers import AutoTokenizer
-        counter = TokenCounter(AutoTokenizer.from_pretrained(tokenizer))
+        from deepspec.model.target import load_tokenizer
+        counter = TokenCounter(load_tokenizer(tokenizer))
     else: counter = TokenCounter(tiny_tokenizer())
     with atomic_open(out, 'w') as f:
         for i in range(num_samples):

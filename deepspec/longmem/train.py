@@ -11,7 +11,7 @@ __all__ = ['logger', 'TrainingConfig', 'Ranks', 'joined_ranks', 'Stage', 'stages
            'parse_training_args', 'main']
 
 # %% ../../nbs/73_train_titans.ipynb #c003
-import argparse, inspect, json, logging, math, os, re, time
+import argparse, inspect, json, logging, math, os, re, sys, time
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import timedelta
@@ -30,9 +30,10 @@ from ..io import atomic_open, folder_lock, read_json, run_record, write_json
 from .babilong import (BABILongDataset, GeneratedRows, IGNORE, collate_babilong, is_correct,
                                        split_babilong)
 from .memory import MemoryConfig
-from .model import QwenTitansForBABILong, load_titans, tiny_qwen
+from .model import QwenTitansForBABILong, tiny_qwen
 from .model import is_memory_name, load_memory_state, memory_state_dict
 from .tasks import task_named, tiny_tokenizer
+from ..model.target import load_tokenizer
 
 # %% ../../nbs/73_train_titans.ipynb #c006
 @dataclass(frozen=True, kw_only=True)
@@ -226,11 +227,11 @@ def build_model(
         qwen = tiny_qwen(vocab_size=len(tokenizer), seed=config.seed)
         model = QwenTitansForBABILong(qwen, layers, memory_config(config), from_scratch=True, **options)
     else:
-        from transformers import AutoTokenizer
-        tokenizer = AutoTokenizer.from_pretrained(config.model_name_or_path)
+        tokenizer = load_tokenizer(config.model_name_or_path)
         if tokenizer.pad_token is None: tokenizer.pad_token = tokenizer.eos_token
-        model = load_titans(config.model_name_or_path, layers, memory_config(config), train_base=config.train_base,
-                            dtype=getattr(torch, config.dtype), **options)
+        model = QwenTitansForBABILong.from_pretrained(config.model_name_or_path, layers, memory_config(config),
+                                                      train_base=config.train_base, dtype=getattr(torch, config.dtype),
+                                                      **options)
     if config.memory == 'off': # weights that nothing uses would wait for a gradient for ever under DDP
         for name,p in model.named_parameters(): p.requires_grad_(p.requires_grad and not is_memory_name(name))
     if not any(p.requires_grad for p in model.parameters()):
@@ -679,12 +680,19 @@ def _comments()->dict:
     except OSError: return {} # typed into a notebook, a class has no source file
     return dict(re.findall(r'^    (\w+):.*?# (.*)$', source, flags=re.M))
 
+class _Parser(argparse.ArgumentParser):
+    "One line for a wrong flag instead of all the right ones"
+    def error(self, message:str): raise ValueError(f"{message}; --help lists every flag")
+
 def parse_training_args(
     argv:list=None, # Arguments; those of the process where None
 )->TrainingConfig:
-    "The settings of a command line"
-    parser = argparse.ArgumentParser('python -m deepspec.longmem.train', description='Train a memory on BABILong',
-                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    "The settings of a command line; `ValueError` for a flag or value that is not one"
+    parser = _Parser('python -m deepspec.longmem.train', description='Train a memory on BABILong',
+                     formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+                     epilog='Example: torchrun --standalone --nproc_per_node=8 -m deepspec.longmem.train --fsdp '
+                            '--log_every_batches 80. Without a GPU or a download: --model_name_or_path tiny '
+                            '--train_base --data_path generate:qa1 --max_length 256 --chunk_size 64 --max_steps 20')
     notes = _comments()
     for f in fields(TrainingConfig):
         how = dict(action=argparse.BooleanOptionalAction) if f.type is bool else dict(type=f.type)
@@ -692,11 +700,13 @@ def parse_training_args(
     return TrainingConfig(**vars(parser.parse_args(argv)))
 
 def main():
-    "Entry of `python -m deepspec.longmem.train`: rank 0 speaks, user errors end with one line"
+    "Entry of `python -m deepspec.longmem.train`: rank 0 speaks, user errors end with one line and exit code 2"
     rank = int(os.environ.get('RANK', 0))
     logging.basicConfig(level=logging.INFO if rank == 0 else logging.ERROR, format='%(asctime)s %(message)s')
     try: train_babilong(parse_training_args())
-    except ValueError as e: raise SystemExit(f"error: {e}") from None
+    except (ValueError, OSError) as e:
+        print(f"deepspec: {' '.join(str(e).split())}", file=sys.stderr)
+        raise SystemExit(2) from None
 
 # %% ../../nbs/73_train_titans.ipynb #c052
 # a notebook's name is __main__ too, but it has no file

@@ -51,6 +51,7 @@ def sample_view(
     chunk_size:int=4096,     # Tokens of a chunk
 )->SampleView:
     "The facts, the question and the answer of a sample with their token positions"
+    if not 0 <= i < len(dataset): raise ValueError(f"row {i}: the set has {len(dataset)}, numbered from 0")
     sample,tokenizer = dataset[i],dataset.tokenizer
     ids = sample['input_ids'][:int(sample['attention_mask'].sum())].tolist()
     ends = _token_ends(tokenizer, ids)
