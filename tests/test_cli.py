@@ -205,3 +205,8 @@ def test_measuring_mistakes(measured, toy, tmp_path):
     refused(deepspec('schedule', cycles, '--draft', dflash, '--target', toy), 'confidence_calibration.json', 'calibrate')
     refused(deepspec('schedule', cycles, '--draft', 'dspark', '--target', toy, '--max-tokens', 4), 'profile larger passes')
     refused(deepspec('evaluate', 'a.jsonl', 'b/a.jsonl', '--out', tmp_path/'e', '--target', toy), 'given twice')
+
+
+def test_the_public_protocol_names_what_is_missing(toy, tmp_path):
+    refused(deepspec('evaluate', tmp_path, '--recipe', 'public', '--out', tmp_path/'e', '--target', toy), 'gsm8k.jsonl')
+    refused(deepspec('evaluate', tmp_path, '--recipe', 'mine', '--out', tmp_path/'e', '--target', toy), 'choose public')
