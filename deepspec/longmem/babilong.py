@@ -193,8 +193,8 @@ class GeneratedRows:
         task:str='qa1',   # `qa1` to `qa5`
         seed:int=42,      # Seed of the set
         tokenizer=None,   # Counts the tokens; the tiny tokenizer where None
-        background:str=None, # Text file for the background; our own filler where None
-        facts_before:int=None, # Facts end before this token; anywhere where None
+        background:str|None=None, # Text file for the background; our own filler where None
+        facts_before:int|None=None, # Facts end before this token; anywhere where None
     ):
         from deepspec.longmem.tasks import TokenCounter, tiny_tokenizer
         self.num_samples,self.task,self.length_tokens = num_samples,task,length_tokens
@@ -241,7 +241,7 @@ class BABILongDataset(Dataset):
         answer_reserve_tokens:int=64,   # Positions kept free for the answer
         truncation:str='keep_question', # One of `TRUNCATIONS`
         append_eos:bool=False,          # Supervise an end-of-text token behind the answer
-        max_samples:int=None,           # Use the first rows only
+        max_samples:int|None=None,      # Use the first rows only
     ):
         self.rows = BABILongRows(babilong_source(rows)) if isinstance(rows, (str, os.PathLike)) else rows
         self.tokenizer,self.truncated = tokenizer,set()

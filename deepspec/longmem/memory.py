@@ -20,15 +20,15 @@ class Gates(NamedTuple):
     "Per-token gates of one write, each [B, heads, N]"
     theta:torch.Tensor    # Strength of the write, 0 at a pad
     log_keep:torch.Tensor # log(1-α), 0 at a pad
-    log_eta:torch.Tensor  # log η, 0 at a pad; None without momentum
+    log_eta:torch.Tensor|None # log η, 0 at a pad; None without momentum
     mask:torch.Tensor     # 1 for a real token, 0 for a pad
 
 class MemoryState(NamedTuple):
     "Weights and momentum of a memory, fp32, [B, heads, rows, columns]; None where the variant has no such part"
     w1:torch.Tensor # depth 1: the map itself [d, d]; depth 2: first layer [hidden, d]
-    w2:torch.Tensor # depth 2: second layer [d, hidden]
-    s1:torch.Tensor # momentum of w1
-    s2:torch.Tensor # momentum of w2
+    w2:torch.Tensor|None # depth 2: second layer [d, hidden]
+    s1:torch.Tensor|None # momentum of w1
+    s2:torch.Tensor|None # momentum of w2
 
     def detach(self)->'MemoryState':
         "The same numbers without their history"

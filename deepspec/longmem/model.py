@@ -78,7 +78,7 @@ class StreamLayer(nn.Module):
     "A Qwen decoder layer, with a long-term memory beside it where there is one"
     def __init__(self,
         block:Qwen3DecoderLayer|Qwen2DecoderLayer, # Layer of the backbone
-        memory:NeuralMemory=None, # Its memory; a plain layer where None
+        memory:NeuralMemory|None=None, # Its memory; a plain layer where None
     ):
         super().__init__()
         self.block,self.index = block,block.self_attn.layer_idx
@@ -98,7 +98,7 @@ class StreamLayer(nn.Module):
         mask_BS:torch.Tensor,  # 1 for real tokens
         state:MemoryState,     # State before the chunk; empty where None
         mode:str,              # One of `MEMORY_MODES`
-        decoding:Decoding=None, # The partial chunk while tokens are generated
+        decoding:Decoding|None=None, # The partial chunk while tokens are generated
     )->tuple: # Hidden states [B, S, H] and the state after the chunk
         "The layer and its memory for one chunk, or a part of one while decoding"
         normed = self.block.input_layernorm(x_BSH)
@@ -206,7 +206,7 @@ class StreamingGeneration:
         max_new_tokens:int=16,       # Tokens to make
         *,
         memory:str='on',             # One of `MEMORY_MODES`
-        num_prefill_chunks:int=None, # Run empty chunks up to this many, so that every rank of FSDP2 runs as many
+        num_prefill_chunks:int|None=None, # Empty chunks run up to this many, so every rank of FSDP2 runs as many
     ): # Yields token ids
         "Greedy tokens, as soon as each is known"
         ids = input_ids.reshape(1, -1)
@@ -231,7 +231,7 @@ class StreamingGeneration:
         *,
         stop_ids:tuple=(),           # Stop at one of these, which is not returned
         memory:str='on',             # One of `MEMORY_MODES`
-        num_prefill_chunks:int=None, # See `stream`
+        num_prefill_chunks:int|None=None, # See `stream`
     )->list: # Token ids
         "Greedy continuation of one prompt of any length in constant memory"
         out = []
@@ -245,7 +245,7 @@ class ChunkedQwen(nn.Module):
     "A Qwen backbone that reads one chunk at a time, with a Titans memory in chosen layers"
     def __init__(self,
         qwen,                     # Qwen3ForCausalLM or Qwen2ForCausalLM; its modules are used as they are
-        memory_layers:tuple=None, # Layers that get a memory; see `default_memory_layers`
+        memory_layers:tuple|None=None, # Layers that get a memory; see `default_memory_layers`
         memory_config:MemoryConfig=MemoryConfig(), # Shape and rule of the memories
         *,
         chunk_size:int=4096,      # Tokens that attention sees at once
@@ -281,7 +281,7 @@ class QwenTitansForBABILong(StreamingGeneration, ChunkedQwen):
     "A Qwen with a Titans memory that learns from the labels of whole texts"
     def __init__(self,
         qwen,                     # See `ChunkedQwen`
-        memory_layers:tuple=None, # See `ChunkedQwen`
+        memory_layers:tuple|None=None, # See `ChunkedQwen`
         memory_config:MemoryConfig=MemoryConfig(), # See `ChunkedQwen`
         *,
         checkpointing:bool=True,  # Recompute a chunk in the backward pass instead of keeping its activations
@@ -314,11 +314,11 @@ class QwenTitansForBABILong(StreamingGeneration, ChunkedQwen):
 
     def forward(self,
         input_ids:torch.Tensor,           # [B, S]
-        attention_mask:torch.Tensor=None, # [B, S], 1 for real tokens, then 0; all ones where None
-        labels:torch.Tensor=None,         # [B, S], -100 where nothing is learnt
+        attention_mask:torch.Tensor|None=None, # [B, S], 1 for real tokens, then 0; all ones where None
+        labels:torch.Tensor|None=None,    # [B, S], -100 where nothing is learnt
         *,
         memory:str='on',                  # One of `MEMORY_MODES`
-        states:tuple=None,                # States to begin with; empty memories where None
+        states:tuple|None=None,           # States to begin with; empty memories where None
     )->TitansOutput:
         "Loss and logits at the labelled positions of whole texts"
         check_rotary(self.rotary_emb.inv_freq)
@@ -332,7 +332,7 @@ class QwenTitansForBABILong(StreamingGeneration, ChunkedQwen):
     @classmethod
     def from_pretrained(cls,
         name_or_path:str,         # Folder or hub name of a Qwen3 or Qwen2
-        memory_layers:tuple=None, # Layers that get a memory; see `default_memory_layers`
+        memory_layers:tuple|None=None, # Layers that get a memory; see `default_memory_layers`
         memory_config:MemoryConfig=MemoryConfig(), # Shape and rule of the memories
         *,
         dtype:torch.dtype=torch.float32, # Of the backbone; memories are fp32 always

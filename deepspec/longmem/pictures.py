@@ -35,7 +35,7 @@ def even_gates(
     num_tokens:int, # N
     theta:float=1., # Strength of each write
     alpha:float=0., # Share forgotten at each token
-    eta:float=None, # Share of the momentum that is kept; None for a memory without
+    eta:float|None=None, # Share of the momentum that is kept; None for a memory without
     pads:tuple=(), # Places that are padding
 )->Gates:
     "The same gates for every token, and those of a pad where there is one"
@@ -100,7 +100,7 @@ def recall_figure()->Figure:
 # %% ../../nbs/76_memory_pictures.ipynb #c012
 def trace(
     alpha:float=0., # Share forgotten at each token
-    eta:float=None, # Share of the momentum that is kept
+    eta:float|None=None, # Share of the momentum that is kept
     num_tokens:int=60, # Tokens after the pair
 )->list: # How much of the value is recalled after each token, 1 for all of it
     "Recall of one pair while tokens without a write of their own go by"

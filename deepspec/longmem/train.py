@@ -52,13 +52,13 @@ class TrainingConfig:
     batch_size:int=1                 # Samples of a micro-batch on one rank
     gradient_accumulation_steps:int=8 # Micro-batches of an optimizer step
     num_epochs:int=1                 # Passes over the training rows
-    max_samples:int=None             # Use the first rows only
-    max_eval_samples:int=None        # Evaluate on the first rows of the held-out part only
-    max_steps:int=None               # Stop after this many optimizer steps
+    max_samples:int|None=None        # Use the first rows only
+    max_eval_samples:int|None=None   # Evaluate on the first rows of the held-out part only
+    max_steps:int|None=None          # Stop after this many optimizer steps
     train_ratio:float=.9             # Share of the rows to train on
     curriculum:str=''                # Stages LENGTH:STEPS[:BATCH[:CHUNK]], comma-separated
     facts_before_last_chunk:bool=False # Generated rows keep their facts out of the last chunk
-    background:str=None              # Text file for the background of generated rows
+    background:str|None=None         # Text file for the background of generated rows
     seed:int=42                      # Seed of weights, split and order
     lr:float=1e-3                    # Peak learning rate
     warmup_steps:int=0               # Steps of linear warm-up
@@ -138,7 +138,7 @@ class Stage:
     max_length:int   # Positions of a sample
     batch_size:int   # Samples of a micro-batch
     chunk_size:int   # Tokens that attention sees at once
-    num_steps:int=None # Optimizer steps; the epochs decide where None
+    num_steps:int|None=None # Optimizer steps; the epochs decide where None
 
 def stages(
     config:TrainingConfig, # Settings of the run
@@ -647,15 +647,15 @@ def load_run(
 def evaluate_checkpoint(
     run_dir:str|Path,      # Output folder of a run
     *,
-    data_path:str=None,    # Rows to evaluate on; those of the run where None
-    max_length:int=None,   # Positions of a sample; the run's where None
-    chunk_size:int=None,   # Tokens that attention sees at once; the run's last where None
+    data_path:str|None=None, # Rows to evaluate on; those of the run where None
+    max_length:int|None=None, # Positions of a sample; the run's where None
+    chunk_size:int|None=None, # Tokens that attention sees at once; the run's last where None
     max_samples:int=64,    # First rows to evaluate on
     batch_size:int=1,      # Samples of a forward pass
     memory:str='on',       # on, off or reset
     seed:int=1234,         # Of generated rows, apart from any training seed
     generate:bool=True,    # Also let the model write its answers
-    out:str=None,          # JSON file for the result
+    out:str|None=None,     # JSON file for the result
 )->dict: # The three figures, with the settings they belong to
     "Evaluate the model of a run on any rows at any length"
     model,tokenizer,config = load_run(run_dir)
@@ -688,7 +688,7 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message:str): raise ValueError(f"{message}; --help lists every flag")
 
 def parse_training_args(
-    argv:list=None, # Arguments; those of the process where None
+    argv:list|None=None, # Arguments; those of the process where None
 )->TrainingConfig:
     "The settings of a command line; `ValueError` for a flag or value that is not one"
     parser = _Parser('python -m deepspec.longmem.train', description='Train a memory on BABILong',
