@@ -70,7 +70,7 @@ def _line(value)->str:
 
 # %% ../../nbs/63_cli_common.ipynb #c011
 def parse_assignments(
-    pairs:list, # `name=value` strings
+    pairs:list|None, # `name=value` strings
 )->dict: # Parsed values
     "`name=value` pairs; JSON values are parsed, anything else stays text. `ValueError` without a `=`"
     values = {}

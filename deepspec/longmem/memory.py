@@ -38,10 +38,10 @@ class MemoryState(NamedTuple):
 class WriteWeights(NamedTuple):
     "What a sub-chunk of gates comes to"
     keep:torch.Tensor         # A: what is left of W [B, heads]
-    momentum:torch.Tensor     # c0: what S adds to W [B, heads]; None without momentum
-    keep_momentum:torch.Tensor # E: what is left of S [B, heads]; None without momentum
+    momentum:torch.Tensor|None # c0: what S adds to W [B, heads]; None without momentum
+    keep_momentum:torch.Tensor|None # E: what is left of S [B, heads]; None without momentum
     to_w:torch.Tensor         # c_i [B, heads, b]
-    to_s:torch.Tensor         # product of the later η [B, heads, b]; None without momentum
+    to_s:torch.Tensor|None    # product of the later η [B, heads, b]; None without momentum
 
 def write_weights(
     gates:Gates, # Gates of one sub-chunk of b tokens

@@ -169,8 +169,8 @@ def check_backbone(
 
 def checked_inputs(
     input_ids:torch.Tensor,      # [B, S]
-    attention_mask:torch.Tensor, # [B, S] or None
-    labels:torch.Tensor,         # [B, S] or None
+    attention_mask:torch.Tensor|None, # [B, S]
+    labels:torch.Tensor|None,    # [B, S]
     mode:str,                    # One of `MEMORY_MODES`
 )->tuple: # Mask and shifted labels, both [B, S]
     "What the chunk loop works on; `ValueError` for what it cannot honour"
@@ -264,7 +264,7 @@ class ChunkedQwen(nn.Module):
         self.lm_head = qwen.lm_head
         self.to(self.embed_tokens.weight.device)
 
-    def run_chunk(self, ids_BS, mask_BS, states:tuple, mode:str='on', decoding:Decoding=None)->tuple:
+    def run_chunk(self, ids_BS, mask_BS, states:tuple, mode:str='on', decoding:Decoding|None=None)->tuple:
         "One chunk, positions from 0, through every layer: hidden states before the final norm, states after the chunk"
         x = self.embed_tokens(ids_BS)
         start = decoding.length if decoding else 0

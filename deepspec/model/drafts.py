@@ -67,7 +67,7 @@ class DraftSummary:
                 'frozen parameters': f'{self.num_frozen:,}'}
 
 def summarize_draft(
-    draft:DraftModel, # Any draft
+    draft:DSparkModel|Eagle3Model, # Any draft
 )->DraftSummary: # Its kind, sizes and parameters
     "What a draft is made of; parameters are counted by the module that holds them"
     c,trained = draft.config,Counter()
