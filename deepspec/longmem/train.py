@@ -16,6 +16,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import timedelta
 from pathlib import Path
+from typing import get_args
 
 import torch
 import torch.distributed as dist
@@ -698,7 +699,8 @@ def parse_training_args(
                             '--train_base --data_path generate:qa1 --max_length 256 --chunk_size 64 --max_steps 20')
     notes = _comments()
     for f in fields(TrainingConfig):
-        how = dict(action=argparse.BooleanOptionalAction) if f.type is bool else dict(type=f.type)
+        kind,*_ = get_args(f.type) or (f.type,) # `int` of `int|None`
+        how:dict = dict(action=argparse.BooleanOptionalAction) if kind is bool else dict(type=kind)
         parser.add_argument(f'--{f.name}', default=f.default, help=notes.get(f.name, '').replace('%', '%%'), **how)
     return TrainingConfig(**vars(parser.parse_args(argv)))
 
