@@ -14,15 +14,18 @@ from deepspec.longmem.memory import Gates, MemoryState, write_memory
 from deepspec.longmem.model import QwenTitansForBABILong, tiny_qwen
 
 
-def median_s(run, repeats: int = 5) -> float:
-    "Median seconds of a call after one warm-up"
+def cpu_s(run) -> float:
+    "CPU seconds of a call; on one thread that is its time on an idle machine, whatever else runs on this one"
+    started = time.process_time()
     run()
-    times = []
-    for _ in range(repeats):
-        started = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - started)
-    return statistics.median(times)
+    return time.process_time() - started
+
+
+def paired_s(*runs, repeats: int = 15) -> list:
+    "Median CPU seconds of each call, taken in turn after a warm-up"
+    for run in runs: run()
+    times = [[cpu_s(run) for run in runs] for _ in range(repeats)]
+    return [statistics.median(t) for t in zip(*times)]
 
 
 def tiny_model(chunk_size: int = 256) -> QwenTitansForBABILong:
@@ -44,16 +47,12 @@ def overhead(length: int = 2048) -> dict:
         with torch.no_grad(): model(ids, labels=ids, memory=memory)
     out = {}
     for name, run in (('train', step), ('read', read)):
-        on, off = [], []
-        for _ in range(3):  # interleaved, so that a busy machine slows both alike
-            off.append(median_s(partial(run, 'off'), 3))
-            on.append(median_s(partial(run, 'on'), 3))
-        on, off = min(on), min(off)
+        on, off = paired_s(partial(run, 'on'), partial(run, 'off'))
         out[name] = dict(memory_tokens_per_s=length/on, plain_tokens_per_s=length/off, overhead=on/off - 1)
     return out
 
 
-def against_recurrence(length: int = 256) -> dict:
+def against_recurrence(length: int = 1024) -> dict:
     "The closed-form write against the same rule token by token"
     g = torch.Generator().manual_seed(0)
     k = F.normalize(torch.randn(1, 4, length, 32, generator=g), dim=-1)
@@ -71,7 +70,7 @@ def against_recurrence(length: int = 256) -> dict:
         return w
     with torch.no_grad():
         torch.testing.assert_close(write_memory(empty, k, v, gates, 64).w1, slow(), rtol=1e-4, atol=1e-5)
-        fast_s, slow_s = median_s(lambda: write_memory(empty, k, v, gates, 64), 20), median_s(slow)
+        fast_s, slow_s = paired_s(lambda: write_memory(empty, k, v, gates, 64), slow)
     return dict(closed_form_tokens_per_s=length/fast_s, recurrence_tokens_per_s=length/slow_s, speedup=slow_s/fast_s)
 
 

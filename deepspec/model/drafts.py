@@ -18,7 +18,7 @@ from .eagle3 import Eagle3Config, Eagle3Model
 from .target import Target
 
 # %% ../../nbs/27_drafts.ipynb #c005
-DRAFT_MODELS = {DSparkConfig: DSparkModel, Eagle3Config: Eagle3Model}
+DRAFT_MODELS:dict[type, type[DSparkModel|Eagle3Model]] = {DSparkConfig: DSparkModel, Eagle3Config: Eagle3Model}
 
 def draft_from_target(
     target:Target, # Whose embedding and head the draft uses
@@ -67,7 +67,7 @@ class DraftSummary:
                 'frozen parameters': f'{self.num_frozen:,}'}
 
 def summarize_draft(
-    draft:DraftModel, # Any draft
+    draft:DSparkModel|Eagle3Model, # Any draft
 )->DraftSummary: # Its kind, sizes and parameters
     "What a draft is made of; parameters are counted by the module that holds them"
     c,trained = draft.config,Counter()

@@ -146,8 +146,9 @@ def acceptance_rate_figure()->Figure:
     "The two rates by position of the same drawn cycles"
     found = count_cycles(drawn_cycles((.9, .86, .82, .78, .74, .7, .66)))
     fig,ax = plt.subplots(figsize=(5.6, 2.9))
-    return plot_acceptance({'conditional: of the cycles that got this far': found.acceptance_rate,
-                            'prefix: of all cycles': found.survival}, ax, 'share accepted').figure
+    plot_acceptance({'conditional: of the cycles that got this far': found.acceptance_rate,
+                     'prefix: of all cycles': found.survival}, ax, 'share accepted')
+    return fig
 
 def acceptance_length_figure()->Figure:
     "Expected acceptance length against the rate, for three block sizes"
@@ -200,7 +201,8 @@ def plot_sample_layout(
 def cache_figure()->Figure:
     "Where the bytes of one sample lie, at the size of Qwen3-4B with five layers"
     fig,ax = plt.subplots(figsize=(7, 3.9))
-    return plot_sample_layout(ax).figure
+    plot_sample_layout(ax)
+    return fig
 
 # %% ../../nbs/50c_concept_figures.ipynb #c020
 def overconfident_cycles(
@@ -236,7 +238,8 @@ def calibration_figure()->Figure:
     bins = {name: reliability(survival_chances(rest.logits_NK, t)[:, 1], outcomes)
             for name,t in (('raw', None), ('calibrated', fit_temperatures(fit)))}
     fig,ax = plt.subplots(figsize=(4.4, 3.6))
-    return plot_reliability(bins, ax).figure
+    plot_reliability(bins, ax)
+    return fig
 
 # %% ../../nbs/50c_concept_figures.ipynb #c023
 CONCEPT_FIGURES = dict(cycle=cycle_figure, cache_layout=cache_figure, acceptance_rate=acceptance_rate_figure,

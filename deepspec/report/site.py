@@ -40,7 +40,7 @@ def tuple_fields(
     "Fields of a `NamedTuple` with their comments, of which Python's signature says nothing"
     fields = r'\(NamedTuple\):\n(?:    ".*"\n)?((?:    \w+:.*\n?)+)'
     found = re.search(rf'^class {re.escape(name)}' + fields, source, flags=re.M)
-    return found and found[1].rstrip('\n')
+    return found[1].rstrip('\n') if found else None
 
 def signature_cell(
     text:str, # What nbdev's show_doc wrote
