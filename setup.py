@@ -39,7 +39,7 @@ setup(
                  'Topic :: Scientific/Engineering :: Artificial Intelligence'],
     project_urls={'Documentation': f"{meta['doc_host']}{meta['doc_baseurl']}", 'Source': meta['git_url']},
     packages=find_packages(include=['deepspec', 'deepspec.*']), include_package_data=True,
-    package_data={'deepspec': ['assets/**/*']}, cmdclass={'build_py': BuildWithReports},
+    package_data={'deepspec': ['py.typed', 'assets/**/*']}, cmdclass={'build_py': BuildWithReports},
     install_requires=words('requirements'), extras_require=extras,
     python_requires=f">={meta['min_python']}", entry_points={'console_scripts': words('console_scripts')},
     zip_safe=False,

@@ -42,14 +42,12 @@ class PerfectDraft:
                                confidence_logits_BK=None)
 
 
-def transformers_speed(target, prompts, max_new_tokens):
-    "Tokens a second of transformers' own greedy loop"
-    started, tokens = time.perf_counter(), 0
-    for p in prompts:
-        out = target.model.generate(torch.tensor([p], device=target.device), max_new_tokens=max_new_tokens, do_sample=False,
-                                    pad_token_id=0, eos_token_id=None)
-        tokens += out.shape[1] - len(p)
-    return dict(tokens_per_s=tokens/(time.perf_counter() - started))
+def transformers_run(target, prompt, max_new_tokens):
+    "Tokens and seconds of transformers' own greedy loop"
+    started = time.perf_counter()
+    out = target.model.generate(torch.tensor([prompt], device=target.device), max_new_tokens=max_new_tokens, do_sample=False,
+                                pad_token_id=0, eos_token_id=None)
+    return out.shape[1] - len(prompt), time.perf_counter() - started
 
 
 def speed(runs):
@@ -63,16 +61,18 @@ def speed(runs):
 def bench(target, draft, prompts, config):
     "All four on the same prompts, prompt by prompt, so that a slow minute hits each of them"
     generate(target, prompts[:1], DecodeConfig(max_new_tokens=4)) # warm up
-    layers, plain, fast, perfect = draft.config.target_layer_ids, [], [], []
+    layers, theirs, plain, fast, perfect = draft.config.target_layer_ids, [], [], [], []
     for p in prompts:
+        theirs.append(transformers_run(target, p, config.max_new_tokens))
         plain.append(generate(target, [p], config))
         answer = plain[-1].generations[0].tokens
         fast.append(speculative_generate(target, draft, [p], config))
         perfect.append(speculative_generate(target, PerfectDraft(answer, len(p), block_size(draft), layers), [p], config))
         for other in (fast[-1], perfect[-1]):
             if other.generations[0].tokens != answer: raise SystemExit('a speculative answer differs from the plain one')
-    return {'transformers': transformers_speed(target, prompts, config.max_new_tokens), 'plain': speed(plain),
-            'speculative': speed(fast), 'perfect draft': speed(perfect)}
+    tokens, seconds = map(sum, zip(*theirs))
+    return {'transformers': dict(tokens_per_s=tokens/seconds), 'plain': speed(plain), 'speculative': speed(fast),
+            'perfect draft': speed(perfect)}
 
 
 def verify_cost(target, num_tokens):

@@ -38,7 +38,8 @@ def atomic_open(
     path.parent.mkdir(parents=True, exist_ok=True)
     fd,tmp = tempfile.mkstemp(dir=path.parent, prefix=f'.{path.name}.', suffix='.tmp')
     try:
-        with open(fd, mode, **({} if 'b' in mode else dict(encoding='utf-8', newline='\n'))) as f:
+        text = 'b' not in mode
+        with open(fd, mode, encoding='utf-8' if text else None, newline='\n' if text else None) as f:
             yield f
             f.flush()
             os.fsync(f.fileno())
@@ -116,7 +117,7 @@ def folder_lock(
     path = Path(folder)/name
     path.parent.mkdir(parents=True, exist_ok=True)
     if not _claim(path):
-        try: owner = json.loads(path.read_text())
+        try: owner:dict = json.loads(path.read_text())
         except ValueError: owner = dict(host=socket.gethostname(), pid=0, since='an interrupted start')
         here = owner['host'] == socket.gethostname()
         if not here or (owner['pid'] and _alive(owner['pid'])):

@@ -52,6 +52,11 @@ def test_bad_option(toy):
     refused(deepspec('train', 'no_such_recipe', '--cache', 'x'), 'dspark_smollm2_135m')
 
 
+def test_held_out_prompts_need_steps(toy, tmp_path):
+    refused(deepspec('train', 'dspark_toy', '--cache', tmp_path, '--eval-prompts', tmp_path/'eval.jsonl'), '--eval-steps')
+    refused(deepspec('train', 'dspark_toy', '--cache', tmp_path, '--eval-steps', '5'), '--eval-prompts')
+
+
 def test_missing_and_broken_cache(toy, tmp_path):
     refused(deepspec('cache', 'info', tmp_path), 'manifest.json')
     (tmp_path/'manifest.json').write_text('{"version": 2')
@@ -200,3 +205,8 @@ def test_measuring_mistakes(measured, toy, tmp_path):
     refused(deepspec('schedule', cycles, '--draft', dflash, '--target', toy), 'confidence_calibration.json', 'calibrate')
     refused(deepspec('schedule', cycles, '--draft', 'dspark', '--target', toy, '--max-tokens', 4), 'profile larger passes')
     refused(deepspec('evaluate', 'a.jsonl', 'b/a.jsonl', '--out', tmp_path/'e', '--target', toy), 'given twice')
+
+
+def test_the_public_protocol_names_what_is_missing(toy, tmp_path):
+    refused(deepspec('evaluate', tmp_path, '--recipe', 'public', '--out', tmp_path/'e', '--target', toy), 'gsm8k.jsonl')
+    refused(deepspec('evaluate', tmp_path, '--recipe', 'mine', '--out', tmp_path/'e', '--target', toy), 'choose public')

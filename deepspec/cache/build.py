@@ -11,6 +11,7 @@ __all__ = ['WINDOW_BATCHES', 'MAX_PADDING', 'SMALL_BATCH', 'MIN_UNIT_NBYTES', 'M
 
 # %% ../../nbs/22_build_cache.ipynb #c003
 import hashlib, json, os, shutil, sys, time
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -157,7 +158,7 @@ def capture_unit(
             if progress: progress.update(sum(len(s.input_ids) for s in window))
     written = writer.close()
     (shard,) = written.shards or (None,)
-    facts = shard.extra if shard else dict(num_bytes=0, checksum=None)
+    facts:dict = shard.extra if shard else dict(num_bytes=0, checksum=None)
     record = UnitRecord(len(written.records), int(written.records['seq_len'].sum(dtype=np.int64)), loss, padded,
                         facts['num_bytes'], facts['checksum'], rejected, time.monotonic() - started)
     folder.mkdir(exist_ok=True) # no shard was opened if every sample was rejected
@@ -225,7 +226,7 @@ class BuildJob:
     max_shard_bytes:int # A shard grows no further than this
     max_batch_tokens:int # Token budget of a batch
     non_finite:str # `stop` or `reject`
-    load:object # Function that loads the target
+    load:Callable # Loads the target
     @property
     def tmp(self)->Path: return self.out_dir/'_tmp'
     @property

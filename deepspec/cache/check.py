@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 # %% ../../nbs/22b_check_cache.ipynb #c004
+from ..card import card_html
 from .build import BuildJob, BuildSummary, UnitRecord, check_same, make_job, run_job, unit_runs
 from .format import (INDEX_NAME, MANIFEST_NAME, check_records, map_index, pack_shards, read_manifest,
                                    token_nbytes, unpack_manifest)
@@ -45,6 +46,16 @@ class CacheInfo:
             f"{self.num_tokens:,} tokens",
             f"{human_nbytes(self.num_bytes)} in {self.num_shards} shards, {per_token:,.0f} bytes a token",
             f"dropped rows: {sum(self.dropped.values())} {self.dropped or ''}".rstrip()])
+    def _repr_html_(self):
+        low,mean,high = self.seq_len_min_mean_max
+        supervised = None if self.num_loss_tokens is None else f'{self.num_loss_tokens/max(self.num_tokens, 1):.0%}'
+        return card_html(f'Target cache {self.path}', {
+            'target': self.target or 'unknown', 'layers': ', '.join(map(str, self.target_layer_ids)),
+            'hidden size': f'{self.hidden_size:,}', 'samples': f'{self.num_samples:,}',
+            'tokens': f'{self.num_tokens:,}', 'supervised': supervised,
+            'tokens a sample': f'{low:,} to {high:,}, {mean:,.0f} on average',
+            'size': f'{human_nbytes(self.num_bytes)} in {self.num_shards} shards',
+            'dropped rows': ', '.join(f'{n} {reason}' for reason,n in self.dropped.items())}, self.created_at or '')
 
 def cache_info(
     cache_dir, # Folder of a complete cache

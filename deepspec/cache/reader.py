@@ -41,7 +41,8 @@ class CacheDataset(torch.utils.data.Dataset):
         self.remote = RemoteCache(self.path, max_local_bytes) if is_remote(path) else None
         self.manifest = self.remote.validate() if self.remote else validate_target_cache_manifest(path)
         self._range = range(self.manifest.num_samples)
-        self._records,self._maps = None,{}
+        self._records:np.ndarray|None = None
+        self._maps = {}
 
     def __len__(self)->int: return len(self._range)
     def __getstate__(self): return self.__dict__|dict(_records=None, _maps={})
@@ -73,7 +74,8 @@ class CacheDataset(torch.utils.data.Dataset):
         i:int, # Position; negative counts from the end
     )->dict: # Four tensors that view the shard's map
         "Sample `i`; `IndexError` past the end"
-        record = INDEX_RECORD_STRUCT.unpack_from(self.records, INDEX_RECORD_SIZE*self._range[i])
+        at = INDEX_RECORD_SIZE*self._range[i]
+        record = INDEX_RECORD_STRUCT.unpack_from(self.records, at) # type: ignore[arg-type] # numpy hints it from 3.12
         _,shard_id,seq_len,ids_at,_,mask_at,hidden_at,last_at = record
         m,h = self._map(shard_id),self.manifest.hidden_size
         width = h*self.manifest.shape.num_layers

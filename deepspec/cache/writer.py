@@ -12,6 +12,7 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import torch
@@ -60,7 +61,8 @@ class ShardWriter:
         max_shard_bytes:int, # A non-empty shard grows no further than this
     ):
         self.folder,self.shape,self.max_shard_bytes = Path(folder),shape,max_shard_bytes
-        self.records,self.shards,self.file,self.num_bytes,self.num_samples = [],[],None,0,0
+        self.records,self.shards,self.num_bytes,self.num_samples = [],[],0,0
+        self.file:BinaryIO|None = None
         self.helper = ThreadPoolExecutor(1, 'cache-checksum')
 
     def append(self, buffers:list):

@@ -45,7 +45,7 @@ def as_dict(
     result, # Dataclass or dict
 )->dict: # JSON-ready
     "A result as plain values"
-    values = asdict(result) if is_dataclass(result) else dict(result)
+    values = asdict(result) if is_dataclass(result) and not isinstance(result, type) else dict(result)
     return json.loads(json.dumps(values, default=str))
 
 def show(
@@ -70,7 +70,7 @@ def _line(value)->str:
 
 # %% ../../nbs/63_cli_common.ipynb #c011
 def parse_assignments(
-    pairs:list, # `name=value` strings
+    pairs:list|None, # `name=value` strings
 )->dict: # Parsed values
     "`name=value` pairs; JSON values are parsed, anything else stays text. `ValueError` without a `=`"
     values = {}

@@ -100,10 +100,10 @@ def regenerate(
     from deepspec.pipeline.engines import answering
     own = dict(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, repetition_penalty=repetition_penalty,
                presence_penalty=presence_penalty, thinking=None if disable_thinking else True)
-    options = dict(sampling=preset, overrides={k: v for k,v in own.items() if v is not None}, max_tokens=max_tokens,
-                   resume=resume, retry_rejected=retry_rejected, reject_length=reject_length,
-                   keep_token_ids=keep_token_ids, model=model, api_key=api_key, window=window, seed=seed,
-                   timeout_s=timeout_s)
+    options:dict = dict(sampling=preset, overrides={k: v for k,v in own.items() if v is not None},
+                        max_tokens=max_tokens, resume=resume, retry_rejected=retry_rejected,
+                        reject_length=reject_length, keep_token_ids=keep_token_ids, model=model, api_key=api_key,
+                        window=window, seed=seed, timeout_s=timeout_s)
     with answering(target, server_address, engine, num_servers) as servers:
         show(regenerate(jsonl, out, servers, **options), as_json)
 

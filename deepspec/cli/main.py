@@ -6,6 +6,7 @@
 __all__ = ['app', 'COMMANDS', 'PipelineOrder', 'quickstart', 'doctor', 'main']
 
 # %% ../../nbs/81_cli.ipynb #c003
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -61,7 +62,7 @@ def doctor(
     for f in findings: print(f"{f.topic:<{width}}  {f.found}" + (f"\n{'':<{width}}  -> {f.remedy}" if f.remedy else ''))
 
 # %% ../../nbs/81_cli.ipynb #c007
-COMMANDS = {
+COMMANDS:dict[Callable, str] = {
     prompts: 'deepspec prompts --source mlabonne/open-perfectblend --out prompts',
     serve: 'deepspec serve --target Qwen/Qwen3-4B --engine sglang --num-servers 8',
     regenerate: 'deepspec regenerate prompts/train.jsonl --out regenerated/train.jsonl',

@@ -44,7 +44,8 @@ def train(
                                                                         'repeat for several')] = None,
     features: Annotated[str, typer.Option(help='cache, or online: capture while training, no disk')] = 'cache',
     jsonl: Annotated[list[str] | None, typer.Option(help='Conversations, for --features online')] = None,
-    eval_prompts: Annotated[str | None, typer.Option(help='Held-out prompts, decoded every eval_steps')] = None,
+    eval_prompts: Annotated[str | None, typer.Option(help='Held-out prompts, decoded every --eval-steps')] = None,
+    eval_steps: Annotated[int | None, typer.Option(help='Steps between decodings of --eval-prompts')] = None,
     device: Annotated[str | None, typer.Option(help='cpu or cuda; a GPU if there is one')] = None,
     resume: Annotated[bool, typer.Option(help='Go on from the last checkpoint')] = True,
     list_: Annotated[bool, typer.Option('--list', help='Print the names of all recipes')] = False,
@@ -55,7 +56,7 @@ def train(
     from deepspec.train.config import recipe_to_dict
     from deepspec.train.recipes import RECIPES, named_recipe
     if list_ or not recipe: return print('\n'.join(sorted(RECIPES)))
-    chosen = named_recipe(recipe, opts or [])
+    chosen = named_recipe(recipe, [*(opts or []), *([] if eval_steps is None else [f'eval_steps={eval_steps}'])])
     if dry_run: return show(recipe_to_dict(chosen), as_json)
     show(_train(chosen, cache, out, features, jsonl, eval_prompts, device, resume), as_json)
 
@@ -67,6 +68,8 @@ def _train(recipe, cache, out, features, jsonl, eval_prompts, device, resume):
     if (features == 'cache') != (cache is not None) or (features == 'online') != bool(jsonl):
         raise ValueError("train: --features cache needs --cache, --features online needs --jsonl, and neither takes "
                          "the other")
+    if bool(eval_prompts) != bool(recipe.training.eval_steps):
+        raise ValueError("train: --eval-prompts and --eval-steps belong together; give both, or neither")
     target = load_target(recipe.target)
     probe = None
     if eval_prompts:

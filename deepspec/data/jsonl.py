@@ -171,7 +171,7 @@ class JsonLineDataset(Sequence):
         which = bisect_right(self.ends, i)
         return which, i - (self.ends[which-1] if which else 0)
 
-    def __getitem__(self, i:int)->dict:
+    def __getitem__(self, i:int)->dict: # type: ignore[override] # a row at a time: no slices
         which,local = self.locate(i)
         return self.files[which].row(local)
 

@@ -69,7 +69,8 @@ class TransformersEngine:
         self.net,self.tokenizer,self.batch_size,self.seed = model,tokenizer,batch_size,seed
         self.pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(self.stop_ids)
         self.label,self.model,self.dialect,self.window = 'in-process',name,'transformers',2*batch_size
-        self.waiting,self.lock,self.num_batches = deque(),None,0
+        self.waiting,self.num_batches = deque(),0
+        self.lock:asyncio.Lock|None = None # from `open`, in the loop it is for
 
     async def open(self):
         "Nothing to connect to"

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from tokenizers import Tokenizer
+
 from .jsonl import JsonLineDataset
 from .template import Reject, TokenizedConversation, as_template, tokenize_conversations
 
@@ -49,7 +51,7 @@ ANSI = ('\x1b[30;48;5;114m', '\x1b[30;48;5;78m'),('\x1b[38;5;245m', '\x1b[38;5;2
 class MaskView:
     "Shows a tokenized conversation: HTML in a notebook, colours of a terminal as `str`"
     done:TokenizedConversation # What is shown
-    backend:object # Decodes its tokens
+    backend:Tokenizer # Decodes its tokens
 
     def caption(self)->str:
         "One line of figures"

@@ -94,7 +94,7 @@ def read_message(
 )->dict: # `role`, `content`, and what else a chat template reads
     "One message in the house's shape; `ValueError` says what is wrong with it"
     if not isinstance(message, dict): raise ValueError(f"is {type(message).__name__}, expected an object")
-    out = dict(role=read_role(message), content=read_content(message))
+    out:dict = dict(role=read_role(message), content=read_content(message))
     if message.get('tool_calls'): out['tool_calls'] = read_tool_calls(message['tool_calls'])
     return out | {k: message[k] for k in KEPT_KEYS if isinstance(message.get(k), str)}
 
@@ -342,7 +342,8 @@ def split_prompts(
     "Split a source into train and eval prompts; `ValueError` for a missing source, bad settings or existing outputs"
     if not 0 <= test_size < 1: raise ValueError(f"test_size={test_size} must be at least 0 and below 1")
     if sample_size is not None and sample_size < 1: raise ValueError(f"sample_size={sample_size} must be at least 1")
-    out_dir,settings = Path(out_dir),dict(source=str(source), test_size=test_size, seed=seed, sample_size=sample_size)
+    out_dir = Path(out_dir)
+    settings:dict = dict(source=str(source), test_size=test_size, seed=seed, sample_size=sample_size)
     if found := _existing_summary(out_dir, settings, skip_existing): return found
     rows = read_source(source)
     with ExitStack() as stack:

@@ -20,7 +20,8 @@ from .chat import Answer, ChatRequest, HttpServer, RowRefused, ServerTrouble
 from .prompts import read_message, read_role
 from .row_log import InputRows, RowLog, as_keys, cut_tail, id_key, line_id, read_rows, scan_input
 from .sampling import Sampling, sampling_preset
-from .server_pool import ServerPool, bench_dead, close_pool, probe_all, report_answer, report_trouble
+from .server_pool import (ServerPool, ServerState, bench_dead, close_pool, probe_all, report_answer,
+                                       report_trouble)
 from ..io import Progress, folder_lock, read_json, run_record, write_json
 
 # %% ../../nbs/15_regenerate.ipynb #c006
@@ -262,7 +263,7 @@ class Run:
     async def ask(self,
         messages:list, # The conversation so far
         seed:int|None, # Of this answer
-        state, # Server of the previous turn, or None
+        state:ServerState|None, # Server of the previous turn, or None
         tools:list|None, # JSON schemas of the row's tools
     )->tuple: # Answer, server that gave it
         "One answer from some server, however many attempts it takes; `RowRefused` when they are used up"
@@ -296,7 +297,8 @@ async def regenerate_row(
     row:dict, # The input row
 )->dict: # The output row
     "One row with new answers; `RowRefused` if that cannot be"
-    state,turn,tools = None,0,read_tools(row)
+    state:ServerState|None = None
+    turn,tools = 0,read_tools(row)
     async def ask(messages):
         nonlocal state,turn
         answer,state = await run.ask(messages, answer_seed(run.seed, row['id'], turn), state, tools)

@@ -11,13 +11,14 @@ import asyncio, random, time
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
-from .chat import ServerTrouble
+from .chat import HttpServer, ServerTrouble
+from .local_engine import TransformersEngine
 
 # %% ../../nbs/14f_server_pool.ipynb #c006
 @dataclass
 class ServerState:
     "What the pool knows of one server"
-    server:object # `HttpServer` or `TransformersEngine`
+    server:HttpServer|TransformersEngine # Who answers
     fixed_window:int|None=None # Requests in flight at most; the server's own number of slots and a few more where None
     up:bool=True # False while benched
     in_flight:int=0 # Requests under way
@@ -55,7 +56,7 @@ class ServerPool:
         self.waiters,self.tasks,self.rng = deque(),set(),random.Random(seed)
         self.last_up = time.monotonic()
         self.model = next((s.server.model for s in states if s.up), None)
-        self.failure = None
+        self.failure:BaseException|None = None
 
     def _pick(self, prefer, avoid):
         "The best server with room, None if there is none"

@@ -7,7 +7,7 @@ __all__ = ['ENGINES', 'serve_gguf', 'LlamaCpp', 'SGLang', 'visible_gpus', 'check
            'choose_ports', 'log_tail', 'answers', 'ServerProcess', 'Watch', 'model_slug', 'launch_servers']
 
 # %% ../../nbs/14_servers.ipynb #c003
-import os, socket, sys, threading, time, urllib.error, urllib.request
+import os, socket, subprocess, sys, threading, time, urllib.error, urllib.request
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -213,7 +213,8 @@ class ServerProcess:
         log:str|os.PathLike, # File for its output
     ):
         self.command,self.env,self.url,self.log = command,env,url,Path(log)
-        self.process,self.num_restarts = None,0
+        self.process:subprocess.Popen|None = None
+        self.num_restarts = 0
 
     def start(self):
         "Start the process; returns before it is ready"

@@ -61,7 +61,7 @@ def _strip(how:str, text:str)->str:
     "`text` stripped; the letters say what goes left and right: `k` nothing, `n` newlines, `a` all white space"
     if how == 'kk': return text
     if how == 'aa': return text.strip()
-    left,right = how
+    left,right = tuple(how)
     if left != 'k': text = text.lstrip('\n' if left == 'n' else None)
     return text if right == 'k' else text.rstrip('\n' if right == 'n' else None)
 
@@ -111,7 +111,7 @@ class Renderer:
 
     def generation_spans(self, messages:list, tools:list|None=None)->tuple[str, list]:
         "Text and the character spans between the template's own generation tags"
-        (text,),(spans,) = render_jinja_template(
+        (text,),(spans,) = render_jinja_template( # type: ignore[str-unpack] # hinted `str`, gives two lists
             [messages], tools=tools, chat_template=self.jinja, return_assistant_tokens_mask=True,
             enable_thinking=False, **self.tokenizer.special_tokens_map)
         return text, [tuple(s) for s in spans]
@@ -238,6 +238,7 @@ def _span_by_prompt(renderer:Renderer, messages:list, i:int, text:str, tools:lis
         prompt = _prompt(renderer, messages[:i], thinking, tools)
         if prompt is not None and len(prompt) < stop and text.startswith(prompt) and text[:stop] == upto[:stop]:
             return TurnSpan(i, len(prompt), stop - len(end), stop)
+    return None
 
 # %% ../../nbs/11b_spans.ipynb #c033
 def spans_by_asking(

@@ -216,7 +216,7 @@ class MaskOptions:
         if other := set(self.roles) - {'assistant', 'user', 'system', 'tool'}:
             raise ValueError(f"roles: {other.pop()!r} is no role")
 
-    def choose(self, spans:list)->list:
+    def choose(self, spans:Sequence)->Sequence:
         "The spans whose turns are supervised"
         turns = (-1,) if self.last_turn_only else self.turns
         if turns is None: return spans
@@ -228,7 +228,9 @@ class _Work:
     "One row on its way"
     __slots__ = ('id', 'row', 'messages', 'tools', 'text', 'spans', 'reason')
     def __init__(self, row, template:ResolvedTemplate):
-        self.row,self.text,self.spans,self.reason,self.tools = row,None,(),None,None
+        self.row,self.reason,self.tools = row,None,None
+        self.text:str|None = None
+        self.spans:Sequence = ()
         try: messages = read_messages(row)
         except ValueError as e: self.messages,self.reason = None,str(e)
         else: self.messages = template.with_system(messages)
@@ -275,7 +277,7 @@ def edge_token(
 # %% ../../nbs/12_template.ipynb #c034
 def decode_turn(
     backend:Tokenizer, # Encoder of the target
-    ids:Sequence, # Token ids of the conversation
+    ids:Sequence|np.ndarray, # Token ids of the conversation
     start:int, # First token
     stop:int, # Behind the last token
 )->str: # Text

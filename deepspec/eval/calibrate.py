@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['TEMPERATURE_GRID', 'CALIBRATION_FILE', 'Recorded', 'recorded_cycles', 'load_recorded', 'reliability',
-           'expected_calibration_error', 'brier_score', 'auroc', 'survival_chances', 'fit_temperatures',
-           'split_answers', 'slot_quality', 'calibrate_draft', 'load_calibration']
+           'expected_calibration_error', 'brier_score', 'auroc', 'calibration_floor', 'survival_chances',
+           'fit_temperatures', 'split_answers', 'slot_quality', 'calibrate_draft', 'load_calibration']
 
 # %% ../../nbs/42_calibrate.ipynb #c003
 import json, os
@@ -108,6 +108,18 @@ def auroc(
     return float((rank[outcomes].sum() - ones*(ones + 1)/2)/(ones*zeros))
 
 # %% ../../nbs/42_calibrate.ipynb #c013
+def calibration_floor(
+    probs, # Chances, [N]
+    num_bins:int=10, # Bins of equal width
+    num_draws:int=200, # Of all outcomes
+    seed:int=0, # Of the draws
+)->float: # Between 0 and 1
+    "Mean calibration error that these chances would have if each were exactly right"
+    probs,rng = np.asarray(probs, float), np.random.default_rng(seed)
+    return float(np.mean([expected_calibration_error(probs, rng.random(len(probs)) < probs, num_bins)
+                          for _ in range(num_draws)]))
+
+# %% ../../nbs/42_calibrate.ipynb #c016
 def survival_chances(
     logits_NK:np.ndarray, # Confidence before the sigmoid
     temperatures=None, # T_k; None for 1
@@ -136,7 +148,7 @@ def fit_temperatures(
         before_N = before_N/(1 + np.exp(-recorded.logits_NK[:, k]/found[-1]))
     return tuple(found)
 
-# %% ../../nbs/42_calibrate.ipynb #c017
+# %% ../../nbs/42_calibrate.ipynb #c020
 def split_answers(
     recorded:Recorded, # All cycles
     share:float=.5, # Of the answers that go to the first part
@@ -156,7 +168,7 @@ def slot_quality(
     temperatures=None, # T_k; None for raw confidences
     num_bins:int=10, # Of error and diagram
 )->list: # One dictionary a slot
-    "ECE, Brier, AUROC and diagram of the survival chance at each slot; AUROC of the confidence where it was reached"
+    "ECE and its floor, Brier, AUROC, diagram of the survival at each slot; AUROC of the confidence where reached"
     chances_NK = survival_chances(recorded.logits_NK, temperatures)
     rows = []
     for k in range(min(recorded.num_slots, chances_NK.shape[1])):
@@ -165,11 +177,12 @@ def slot_quality(
         p,y = chances_NK[m, k], recorded.accepted_NK[m, k]
         rows.append(dict(slot=k, num_cycles=int(m.sum()), observed=float(y.mean()), predicted=float(p.mean()),
                          ece=expected_calibration_error(p, y, num_bins), brier=brier_score(p, y), auroc=auroc(p, y),
+                         ece_floor=calibration_floor(p, num_bins),
                          auroc_confidence=auroc(recorded.logits_NK[reached, k], recorded.accepted_NK[reached, k]),
                          reliability=reliability(p, y, num_bins)))
     return rows
 
-# %% ../../nbs/42_calibrate.ipynb #c020
+# %% ../../nbs/42_calibrate.ipynb #c023
 CALIBRATION_FILE = 'confidence_calibration.json'
 
 def calibrate_draft(

@@ -49,7 +49,8 @@ class RowCache(Cache):
         capacity:int, # Columns: the longest row, and the tokens of one more pass
     ):
         super().__init__(layers=[RowLayer(self) for _ in range(num_layers)])
-        self.capacity,self.lens,self.end,self.columns_BN = capacity,[0]*batch_size,0,None
+        self.capacity,self.lens,self.end = capacity,[0]*batch_size,0
+        self.columns_BN:torch.Tensor|None = None
 
     def place(self,
         num_tokens:int, # N, columns each row gets in the coming pass

@@ -138,8 +138,9 @@ def _speedup(plain, fast, seed)->dict:
     ours,theirs = _by_prompt(fast), _by_prompt(plain)
     # seconds that plain decoding takes for as many tokens, and our seconds: drawing prompts keeps both together
     pairs = [(_speed(g)['num_tokens']/_speed(theirs[k])['tokens_per_s'], _speed(g)['wall_s']) for k,g in ours.items()]
+    plain_s,fast_s = zip(*pairs)
     return dict(speedup=_speed(fast)['tokens_per_s']/_speed(plain)['tokens_per_s'],
-                speedup_interval=bootstrap_interval(*zip(*pairs), seed=seed))
+                speedup_interval=bootstrap_interval(plain_s, fast_s, seed=seed))
 
 def _lossless(target, plain, fast)->dict:
     "Share of answers identical to plain greedy decoding, and an explanation of every other one"

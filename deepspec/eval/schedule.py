@@ -8,6 +8,7 @@ __all__ = ['SpsTable', 'profile_sps', 'profile_sizes', 'FixedLength', 'StaticThr
 
 # %% ../../nbs/43_schedule.ipynb #c003
 import os, time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -140,7 +141,7 @@ class DelayedBudget:
 @dataclass(frozen=True)
 class Scheduled:
     "A policy on a measured engine, as `speculative_generate` takes it"
-    policy:object # Maps survival chances and a table to lengths
+    policy:Callable # Maps survival chances and a table to lengths
     table:SpsTable # Measured speeds
     def __call__(self, survival_RK)->list: return self.policy(survival_RK, self.table)
 

@@ -116,7 +116,7 @@ def index_json_list(
     path:str|os.PathLike, # A file that holds one JSON list of objects
 )->np.ndarray: # int64 [N, 2], first byte and end of each object
     "Byte offsets of the objects of a JSON list; `ValueError` if it is no such list or ends early"
-    spans,depth,start = [],0,None
+    spans,depth,start = [],0,0
     def broken(what): return ValueError(f"{path}: {what}; expected one JSON list of objects, write the file again")
     if not Path(path).exists(): raise ValueError(f"{path}: no such file; `deepspec babilong generate` writes one")
     if Path(path).stat().st_size == 0: raise broken('the file is empty')
@@ -193,13 +193,13 @@ class GeneratedRows:
         task:str='qa1',   # `qa1` to `qa5`
         seed:int=42,      # Seed of the set
         tokenizer=None,   # Counts the tokens; the tiny tokenizer where None
-        background:str=None, # Text file for the background; our own filler where None
-        facts_before:int=None, # Facts end before this token; anywhere where None
+        background:str|None=None, # Text file for the background; our own filler where None
+        facts_before:int|None=None, # Facts end before this token; anywhere where None
     ):
         from deepspec.longmem.tasks import TokenCounter, tiny_tokenizer
         self.num_samples,self.task,self.length_tokens = num_samples,task,length_tokens
-        self.options = dict(seed=seed, counter=TokenCounter(tokenizer or tiny_tokenizer()), background=background,
-                            facts_before=facts_before)
+        self.options:dict = dict(seed=seed, counter=TokenCounter(tokenizer or tiny_tokenizer()), background=background,
+                                 facts_before=facts_before)
 
     def __len__(self)->int: return self.num_samples
 
@@ -211,7 +211,7 @@ class GeneratedRows:
 
 # %% ../../nbs/70b_babilong.ipynb #c031
 def babilong_source(
-    source:str, # JSON file, folder with `data/qa1/32k.json`, or `org/name`; the latter two with `:task:length` behind
+    source:str|os.PathLike, # JSON file, folder with `data/qa1/32k.json`, or `org/name`; these two and `:task:length`
 )->Path: # A local JSON file
     "The file behind a name, downloaded if it is on the Hugging Face hub; `ValueError` says which forms there are"
     if Path(source).is_file(): return Path(source)
@@ -241,7 +241,7 @@ class BABILongDataset(Dataset):
         answer_reserve_tokens:int=64,   # Positions kept free for the answer
         truncation:str='keep_question', # One of `TRUNCATIONS`
         append_eos:bool=False,          # Supervise an end-of-text token behind the answer
-        max_samples:int=None,           # Use the first rows only
+        max_samples:int|None=None,      # Use the first rows only
     ):
         self.rows = BABILongRows(babilong_source(rows)) if isinstance(rows, (str, os.PathLike)) else rows
         self.tokenizer,self.truncated = tokenizer,set()
@@ -268,9 +268,9 @@ def collate_babilong(
 
 # %% ../../nbs/70b_babilong.ipynb #c037
 def split_babilong(
-    dataset:Dataset,        # What to split
-    train_ratio:float=.9,   # Share of the training side
-    seed:int=42,            # Seed of the split
+    dataset:BABILongDataset, # What to split
+    train_ratio:float=.9,    # Share of the training side
+    seed:int=42,             # Seed of the split
 )->tuple: # Training and evaluation subsets
     "A seeded random split with at least one sample on each side; `ValueError` for fewer than two samples"
     if len(dataset) < 2: raise ValueError(f"{len(dataset)} sample cannot be split; give at least two rows")

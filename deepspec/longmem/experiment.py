@@ -117,7 +117,8 @@ def memory_experiment(
     chunk_size:int=256,    # Tokens that attention sees at once in evaluation
 )->dict: # The results, as saved
     "Both arms for every seed, accuracy of on, off and reset at every length, cost against length"
-    out,options = Path(out),dict(lengths=lengths, num_samples=num_samples, curriculum=curriculum, chunk_size=chunk_size)
+    out = Path(out)
+    options:dict = dict(lengths=lengths, num_samples=num_samples, curriculum=curriculum, chunk_size=chunk_size)
     parts = {seed: seed_results(out/f'seed_{seed}', seed, **options) for seed in seeds}
     cost = [fresh_stream_cost(out/f'seed_{seeds[0]}'/'on', n) for n in cost_lengths]
     seconds = {seed: dict(train=p['train_seconds'], evaluate=p['eval_seconds']) for seed,p in parts.items()}

@@ -20,15 +20,15 @@ class Gates(NamedTuple):
     "Per-token gates of one write, each [B, heads, N]"
     theta:torch.Tensor    # Strength of the write, 0 at a pad
     log_keep:torch.Tensor # log(1-α), 0 at a pad
-    log_eta:torch.Tensor  # log η, 0 at a pad; None without momentum
+    log_eta:torch.Tensor|None # log η, 0 at a pad; None without momentum
     mask:torch.Tensor     # 1 for a real token, 0 for a pad
 
 class MemoryState(NamedTuple):
     "Weights and momentum of a memory, fp32, [B, heads, rows, columns]; None where the variant has no such part"
     w1:torch.Tensor # depth 1: the map itself [d, d]; depth 2: first layer [hidden, d]
-    w2:torch.Tensor # depth 2: second layer [d, hidden]
-    s1:torch.Tensor # momentum of w1
-    s2:torch.Tensor # momentum of w2
+    w2:torch.Tensor|None # depth 2: second layer [d, hidden]
+    s1:torch.Tensor|None # momentum of w1
+    s2:torch.Tensor|None # momentum of w2
 
     def detach(self)->'MemoryState':
         "The same numbers without their history"
@@ -38,10 +38,10 @@ class MemoryState(NamedTuple):
 class WriteWeights(NamedTuple):
     "What a sub-chunk of gates comes to"
     keep:torch.Tensor         # A: what is left of W [B, heads]
-    momentum:torch.Tensor     # c0: what S adds to W [B, heads]; None without momentum
-    keep_momentum:torch.Tensor # E: what is left of S [B, heads]; None without momentum
+    momentum:torch.Tensor|None # c0: what S adds to W [B, heads]; None without momentum
+    keep_momentum:torch.Tensor|None # E: what is left of S [B, heads]; None without momentum
     to_w:torch.Tensor         # c_i [B, heads, b]
-    to_s:torch.Tensor         # product of the later η [B, heads, b]; None without momentum
+    to_s:torch.Tensor|None    # product of the later η [B, heads, b]; None without momentum
 
 def write_weights(
     gates:Gates, # Gates of one sub-chunk of b tokens

@@ -10,17 +10,19 @@ __all__ = ['FAMILIES', 'MEMORY_NAMES', 'MEMORY_MODES', 'tiny_qwen', 'save_tiny_q
 
 # %% ../../nbs/72_titans.ipynb #c003
 import inspect, warnings
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from fastcore.basics import patch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from .memory import MemoryConfig, MemoryState, NeuralMemory
 from ..model.target import target_config
@@ -75,8 +77,8 @@ class Decoding:
 class StreamLayer(nn.Module):
     "A Qwen decoder layer, with a long-term memory beside it where there is one"
     def __init__(self,
-        block:nn.Module,          # Decoder layer of Qwen3 or Qwen2
-        memory:NeuralMemory=None, # Its memory; a plain layer where None
+        block:Qwen3DecoderLayer|Qwen2DecoderLayer, # Layer of the backbone
+        memory:NeuralMemory|None=None, # Its memory; a plain layer where None
     ):
         super().__init__()
         self.block,self.index = block,block.self_attn.layer_idx
@@ -96,7 +98,7 @@ class StreamLayer(nn.Module):
         mask_BS:torch.Tensor,  # 1 for real tokens
         state:MemoryState,     # State before the chunk; empty where None
         mode:str,              # One of `MEMORY_MODES`
-        decoding:Decoding=None, # The partial chunk while tokens are generated
+        decoding:Decoding|None=None, # The partial chunk while tokens are generated
     )->tuple: # Hidden states [B, S, H] and the state after the chunk
         "The layer and its memory for one chunk, or a part of one while decoding"
         normed = self.block.input_layernorm(x_BSH)
@@ -112,7 +114,7 @@ class StreamLayer(nn.Module):
         if decoding is None: return out,self.long_term_memory.write(att, normed, mask_BS, state)
         if (full := decoding.collect(self.index, att, normed)) is None: return out,state
         ones = torch.ones(full[0].shape[:2], device=att.device)
-        return out,self.long_term_memory.write(*full, ones, state)
+        return out,self.long_term_memory.write(full[0], full[1], ones, state)
 
 # %% ../../nbs/72_titans.ipynb #c011
 class TitansOutput(NamedTuple):
@@ -167,8 +169,8 @@ def check_backbone(
 
 def checked_inputs(
     input_ids:torch.Tensor,      # [B, S]
-    attention_mask:torch.Tensor, # [B, S] or None
-    labels:torch.Tensor,         # [B, S] or None
+    attention_mask:torch.Tensor|None, # [B, S]
+    labels:torch.Tensor|None,    # [B, S]
     mode:str,                    # One of `MEMORY_MODES`
 )->tuple: # Mask and shifted labels, both [B, S]
     "What the chunk loop works on; `ValueError` for what it cannot honour"
@@ -191,14 +193,20 @@ def check_rotary(
 
 # %% ../../nbs/72_titans.ipynb #c017
 class StreamingGeneration:
-    "Greedy decoding for a model that reads chunk by chunk; needs `run_chunk`, `chunk_size` and `layers`"
+    "Greedy decoding for a model that reads chunk by chunk; the model has these attributes"
+    chunk_size:int
+    layers:nn.ModuleList
+    norm:nn.Module
+    lm_head:nn.Module
+    run_chunk:Callable
+
     @torch.no_grad()
     def stream(self,
         input_ids:torch.Tensor,      # Prompt [S] or [1, S]
         max_new_tokens:int=16,       # Tokens to make
         *,
         memory:str='on',             # One of `MEMORY_MODES`
-        num_prefill_chunks:int=None, # Run empty chunks up to this many, so that every rank of FSDP2 runs as many
+        num_prefill_chunks:int|None=None, # Empty chunks run up to this many, so every rank of FSDP2 runs as many
     ): # Yields token ids
         "Greedy tokens, as soon as each is known"
         ids = input_ids.reshape(1, -1)
@@ -223,7 +231,7 @@ class StreamingGeneration:
         *,
         stop_ids:tuple=(),           # Stop at one of these, which is not returned
         memory:str='on',             # One of `MEMORY_MODES`
-        num_prefill_chunks:int=None, # See `stream`
+        num_prefill_chunks:int|None=None, # See `stream`
     )->list: # Token ids
         "Greedy continuation of one prompt of any length in constant memory"
         out = []
@@ -237,7 +245,7 @@ class ChunkedQwen(nn.Module):
     "A Qwen backbone that reads one chunk at a time, with a Titans memory in chosen layers"
     def __init__(self,
         qwen,                     # Qwen3ForCausalLM or Qwen2ForCausalLM; its modules are used as they are
-        memory_layers:tuple=None, # Layers that get a memory; see `default_memory_layers`
+        memory_layers:tuple|None=None, # Layers that get a memory; see `default_memory_layers`
         memory_config:MemoryConfig=MemoryConfig(), # Shape and rule of the memories
         *,
         chunk_size:int=4096,      # Tokens that attention sees at once
@@ -256,7 +264,7 @@ class ChunkedQwen(nn.Module):
         self.lm_head = qwen.lm_head
         self.to(self.embed_tokens.weight.device)
 
-    def run_chunk(self, ids_BS, mask_BS, states:tuple, mode:str='on', decoding:Decoding=None)->tuple:
+    def run_chunk(self, ids_BS, mask_BS, states:tuple, mode:str='on', decoding:Decoding|None=None)->tuple:
         "One chunk, positions from 0, through every layer: hidden states before the final norm, states after the chunk"
         x = self.embed_tokens(ids_BS)
         start = decoding.length if decoding else 0
@@ -273,7 +281,7 @@ class QwenTitansForBABILong(StreamingGeneration, ChunkedQwen):
     "A Qwen with a Titans memory that learns from the labels of whole texts"
     def __init__(self,
         qwen,                     # See `ChunkedQwen`
-        memory_layers:tuple=None, # See `ChunkedQwen`
+        memory_layers:tuple|None=None, # See `ChunkedQwen`
         memory_config:MemoryConfig=MemoryConfig(), # See `ChunkedQwen`
         *,
         checkpointing:bool=True,  # Recompute a chunk in the backward pass instead of keeping its activations
@@ -306,11 +314,11 @@ class QwenTitansForBABILong(StreamingGeneration, ChunkedQwen):
 
     def forward(self,
         input_ids:torch.Tensor,           # [B, S]
-        attention_mask:torch.Tensor=None, # [B, S], 1 for real tokens, then 0; all ones where None
-        labels:torch.Tensor=None,         # [B, S], -100 where nothing is learnt
+        attention_mask:torch.Tensor|None=None, # [B, S], 1 for real tokens, then 0; all ones where None
+        labels:torch.Tensor|None=None,    # [B, S], -100 where nothing is learnt
         *,
         memory:str='on',                  # One of `MEMORY_MODES`
-        states:tuple=None,                # States to begin with; empty memories where None
+        states:tuple|None=None,           # States to begin with; empty memories where None
     )->TitansOutput:
         "Loss and logits at the labelled positions of whole texts"
         check_rotary(self.rotary_emb.inv_freq)
@@ -321,29 +329,29 @@ class QwenTitansForBABILong(StreamingGeneration, ChunkedQwen):
         loss_sum = F.cross_entropy(logits_NV, targets_N, reduction='sum') + tie
         return TitansOutput(loss_sum, loss_sum.new_tensor(len(targets_N)), logits_NV, targets_N, rows_N, states)
 
+    @classmethod
+    def from_pretrained(cls,
+        name_or_path:str,         # Folder or hub name of a Qwen3 or Qwen2
+        memory_layers:tuple|None=None, # Layers that get a memory; see `default_memory_layers`
+        memory_config:MemoryConfig=MemoryConfig(), # Shape and rule of the memories
+        *,
+        dtype:torch.dtype=torch.float32, # Of the backbone; memories are fp32 always
+        train_base:bool=False,    # Let the backbone learn too
+        **options,                # See `QwenTitansForBABILong`
+    )->'QwenTitansForBABILong':
+        "The model on a pretrained backbone; only the memory is trainable unless `train_base`"
+        check_backbone(target_config(name_or_path), options.get('chunk_size', 4096))
+        qwen = AutoModelForCausalLM.from_pretrained(name_or_path, dtype=dtype, attn_implementation='sdpa')
+        model = cls(qwen, memory_layers, memory_config, **options)
+        for name,p in model.named_parameters(): p.requires_grad_(train_base or is_memory_name(name))
+        return model
+
 # %% ../../nbs/72_titans.ipynb #c041
 def is_memory_name(
     name:str, # Name of a parameter
 )->bool:
     "Whether a parameter belongs to a memory or its gate"
     return any(part in MEMORY_NAMES for part in name.split('.'))
-
-@patch(cls_method=True)
-def from_pretrained(cls:QwenTitansForBABILong,
-    name_or_path:str,         # Folder or hub name of a Qwen3 or Qwen2
-    memory_layers:tuple=None, # Layers that get a memory; see `default_memory_layers`
-    memory_config:MemoryConfig=MemoryConfig(), # Shape and rule of the memories
-    *,
-    dtype:torch.dtype=torch.float32, # Of the backbone; memories are fp32 always
-    train_base:bool=False,    # Let the backbone learn too
-    **options,                # See `QwenTitansForBABILong`
-)->QwenTitansForBABILong:
-    "The model on a pretrained backbone; only the memory is trainable unless `train_base`"
-    check_backbone(target_config(name_or_path), options.get('chunk_size', 4096))
-    qwen = AutoModelForCausalLM.from_pretrained(name_or_path, dtype=dtype, attn_implementation='sdpa')
-    model = cls(qwen, memory_layers, memory_config, **options)
-    for name,p in model.named_parameters(): p.requires_grad_(train_base or is_memory_name(name))
-    return model
 
 # %% ../../nbs/72_titans.ipynb #c044
 def memory_state_dict(

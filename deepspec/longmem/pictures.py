@@ -35,7 +35,7 @@ def even_gates(
     num_tokens:int, # N
     theta:float=1., # Strength of each write
     alpha:float=0., # Share forgotten at each token
-    eta:float=None, # Share of the momentum that is kept; None for a memory without
+    eta:float|None=None, # Share of the momentum that is kept; None for a memory without
     pads:tuple=(), # Places that are padding
 )->Gates:
     "The same gates for every token, and those of a pad where there is one"
@@ -100,7 +100,7 @@ def recall_figure()->Figure:
 # %% ../../nbs/76_memory_pictures.ipynb #c012
 def trace(
     alpha:float=0., # Share forgotten at each token
-    eta:float=None, # Share of the momentum that is kept
+    eta:float|None=None, # Share of the momentum that is kept
     num_tokens:int=60, # Tokens after the pair
 )->list: # How much of the value is recalled after each token, 1 for all of it
     "Recall of one pair while tokens without a write of their own go by"
@@ -115,10 +115,10 @@ def trace(
 def gates_figure()->Figure:
     "Forgetting and momentum, seen in how much of one pair is recalled"
     fig,ax = plt.subplots(figsize=(5.8, 2.9))
-    for i,(name,style,options) in enumerate((('α = 0.007 (where training starts)', '-', dict(alpha=.0067)),
-                                             ('α = 0.05', '--', dict(alpha=.05)),
-                                             ('η = 0.9, α = 0', ':', dict(eta=.9)))):
-        ax.plot(trace(**options), style, color=CYCLE_COLORS[i], label=name)
+    for i,(name,style,alpha,eta) in enumerate((('α = 0.007 (where training starts)', '-', .0067, None),
+                                               ('α = 0.05', '--', .05, None),
+                                               ('η = 0.9, α = 0', ':', 0., .9))):
+        ax.plot(trace(alpha, eta), style, color=CYCLE_COLORS[i], label=name)
     ax.set(xlabel='tokens since the pair was written', ylabel='share recalled', ylim=(0, 1.05))
     ax.legend(loc='center right', bbox_to_anchor=(1, .4))
     return fig
@@ -178,7 +178,8 @@ def read_states(
     torch.manual_seed(0)
     model = QwenTitansForBABILong(tiny_qwen(), (0,), MemoryConfig(num_heads=1, head_dim=8), chunk_size=32,
                                   from_scratch=True).eval()
-    ids,states,found = torch.randint(0, 1024, (1, 32*num_chunks)),(None, None),[]
+    ids,found = torch.randint(0, 1024, (1, 32*num_chunks)),[]
+    states:tuple = (None, None)
     with torch.no_grad():
         for i,part in enumerate(ids.split(32, 1)):
             silent = mode in ('off', 'reset') or states[0] is None
@@ -224,7 +225,8 @@ def plot_stream(
 def stream_figure()->Figure:
     "How a text passes through the memory"
     fig,ax = plt.subplots(figsize=(6.6, 2.1))
-    return plot_stream(ax).figure
+    plot_stream(ax)
+    return fig
 
 # %% ../../nbs/76_memory_pictures.ipynb #c025
 MEMORY_FIGURES = dict(memory_stream=stream_figure, memory_write=write_figure, memory_recall=recall_figure,

@@ -11,6 +11,7 @@ __all__ = ['PEOPLE', 'PLACES', 'MOVES', 'OBJECTS', 'GRABS', 'DROPS', 'GIVERS', '
 # %% ../../nbs/70_babilong_tasks.ipynb #c003
 import json, random, re
 from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -136,7 +137,7 @@ def give_story(
 @dataclass(frozen=True, kw_only=True)
 class Task:
     "One BABILong task"
-    tell:object      # Function from a random generator and a number of facts to a `Story`
+    tell:Callable    # Function from a random generator and a number of facts to a `Story`
     num_facts:tuple  # Fewest and most facts of a story
     labels:tuple     # Every possible answer
 
@@ -266,9 +267,9 @@ def babilong_row(
     *,
     index:int=0,               # Number of the row in its set
     seed:int=42,               # Seed of the set
-    counter:TokenCounter=None, # Counts tokens; the tiny tokenizer's where None
-    background:str=None,       # Path of a text file; our own filler where None
-    facts_before:int=None,     # Facts end before this token of the text; anywhere where None
+    counter:TokenCounter|None=None, # Counts tokens; the tiny tokenizer's where None
+    background:str|None=None,  # Path of a text file; our own filler where None
+    facts_before:int|None=None, # Facts end before this token of the text; anywhere where None
 )->dict: # `input`, `question`, `target`
     "Row `index` of a generated set: deterministic, facts in order at random gaps of the background"
     counter = counter or TokenCounter(tiny_tokenizer())
@@ -306,9 +307,9 @@ def generate_babilong(
     num_samples:int=100,   # Rows to write
     length_tokens:int=32768 - 64, # Tokens of the prompt; the default leaves room for the answer in 32,768
     seed:int=42,           # Seed of the set
-    background:str=None,   # Text file for the background; our own filler where None
-    tokenizer:str=None,    # Tokenizer folder or name that counts the tokens; the tiny one where None
-    facts_before:int=None, # Facts end before this token; anywhere where None
+    background:str|None=None, # Text file for the background; our own filler where None
+    tokenizer:str|None=None, # Tokenizer folder or name that counts the tokens; the tiny one where None
+    facts_before:int|None=None, # Facts end before this token; anywhere where None
 )->Path: # The file
     "Write a generated set as one JSON list of `input`, `question`, `target`"
     if num_samples < 1: raise ValueError(f"num_samples={num_samples}: write at least one row")

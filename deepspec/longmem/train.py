@@ -19,12 +19,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, Subset
+from transformers import PreTrainedTokenizerFast
 
 from ..io import atomic_open, folder_lock, read_json, run_record, write_json
 from .babilong import (BABILongDataset, GeneratedRows, IGNORE, collate_babilong, is_correct,
@@ -50,13 +52,13 @@ class TrainingConfig:
     batch_size:int=1                 # Samples of a micro-batch on one rank
     gradient_accumulation_steps:int=8 # Micro-batches of an optimizer step
     num_epochs:int=1                 # Passes over the training rows
-    max_samples:int=None             # Use the first rows only
-    max_eval_samples:int=None        # Evaluate on the first rows of the held-out part only
-    max_steps:int=None               # Stop after this many optimizer steps
+    max_samples:int|None=None        # Use the first rows only
+    max_eval_samples:int|None=None   # Evaluate on the first rows of the held-out part only
+    max_steps:int|None=None          # Stop after this many optimizer steps
     train_ratio:float=.9             # Share of the rows to train on
     curriculum:str=''                # Stages LENGTH:STEPS[:BATCH[:CHUNK]], comma-separated
     facts_before_last_chunk:bool=False # Generated rows keep their facts out of the last chunk
-    background:str=None              # Text file for the background of generated rows
+    background:str|None=None         # Text file for the background of generated rows
     seed:int=42                      # Seed of weights, split and order
     lr:float=1e-3                    # Peak learning rate
     warmup_steps:int=0               # Steps of linear warm-up
@@ -136,7 +138,7 @@ class Stage:
     max_length:int   # Positions of a sample
     batch_size:int   # Samples of a micro-batch
     chunk_size:int   # Tokens that attention sees at once
-    num_steps:int=None # Optimizer steps; the epochs decide where None
+    num_steps:int|None=None # Optimizer steps; the epochs decide where None
 
 def stages(
     config:TrainingConfig, # Settings of the run
@@ -170,8 +172,8 @@ def stage_dataset(
 )->BABILongDataset:
     "The samples of a stage, training and evaluation part together"
     source = config.data_path
-    options = dict(max_length=stage.max_length, answer_reserve_tokens=config.answer_reserve_tokens,
-                   truncation=config.truncation, append_eos=config.append_eos, max_samples=config.max_samples)
+    options:dict = dict(max_length=stage.max_length, answer_reserve_tokens=config.answer_reserve_tokens,
+                        truncation=config.truncation, append_eos=config.append_eos, max_samples=config.max_samples)
     if source.startswith('generate:'):
         seen = (stage.num_steps or 125)*stage.batch_size*config.gradient_accumulation_steps*ranks.world_size
         before = stage.max_length - stage.chunk_size if config.facts_before_last_chunk else None
@@ -221,7 +223,8 @@ def build_model(
     "The run's model on the CPU, seeded, with its tokenizer; what is not trained is frozen"
     torch.manual_seed(config.seed)
     layers = tuple(int(l) for l in config.memory_layers.split(',')) if config.memory_layers else None
-    options = dict(chunk_size=config.chunk_size, checkpointing=config.checkpointing, bptt_chunks=config.bptt_chunks)
+    options:dict = dict(chunk_size=config.chunk_size, checkpointing=config.checkpointing,
+                        bptt_chunks=config.bptt_chunks)
     if config.model_name_or_path == 'tiny':
         tokenizer = tiny_tokenizer()
         qwen = tiny_qwen(vocab_size=len(tokenizer), seed=config.seed)
@@ -499,9 +502,9 @@ class Run:
     "Everything a training loop holds"
     config:TrainingConfig
     ranks:Ranks
-    model:object
-    tokenizer:object
-    optimizer:object
+    model:nn.Module
+    tokenizer:PreTrainedTokenizerFast
+    optimizer:torch.optim.Optimizer
     position:Position
     metrics:Metrics
     since:dict = field(default_factory=lambda: dict(loss=0., labels=0, tokens=0, started=time.monotonic()))
@@ -644,15 +647,15 @@ def load_run(
 def evaluate_checkpoint(
     run_dir:str|Path,      # Output folder of a run
     *,
-    data_path:str=None,    # Rows to evaluate on; those of the run where None
-    max_length:int=None,   # Positions of a sample; the run's where None
-    chunk_size:int=None,   # Tokens that attention sees at once; the run's last where None
+    data_path:str|None=None, # Rows to evaluate on; those of the run where None
+    max_length:int|None=None, # Positions of a sample; the run's where None
+    chunk_size:int|None=None, # Tokens that attention sees at once; the run's last where None
     max_samples:int=64,    # First rows to evaluate on
     batch_size:int=1,      # Samples of a forward pass
     memory:str='on',       # on, off or reset
     seed:int=1234,         # Of generated rows, apart from any training seed
     generate:bool=True,    # Also let the model write its answers
-    out:str=None,          # JSON file for the result
+    out:str|None=None,     # JSON file for the result
 )->dict: # The three figures, with the settings they belong to
     "Evaluate the model of a run on any rows at any length"
     model,tokenizer,config = load_run(run_dir)
@@ -685,7 +688,7 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message:str): raise ValueError(f"{message}; --help lists every flag")
 
 def parse_training_args(
-    argv:list=None, # Arguments; those of the process where None
+    argv:list|None=None, # Arguments; those of the process where None
 )->TrainingConfig:
     "The settings of a command line; `ValueError` for a flag or value that is not one"
     parser = _Parser('python -m deepspec.longmem.train', description='Train a memory on BABILong',

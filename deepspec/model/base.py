@@ -34,6 +34,9 @@ class DraftModel(nn.Module):
         for frozen in (self.embed_tokens, self.lm_head): frozen.requires_grad_(False)
 
     @property
+    def block_size(self)->int: # Tokens proposed in a cycle
+        raise NotImplementedError
+    @property
     def softcap(self)->float|None: # Gemma4 squashes its logits into this range
         return getattr(self.config, 'final_logit_softcapping', None)
     def fsdp_units(self)->list: # Modules

@@ -8,6 +8,7 @@ __all__ = ['KEY_STEP', 'QWEN3', 'GEMMA4', 'QWEN3_KEYS', 'ContextLayout', 'contex
            'Gemma4DraftAttention', 'Gemma4MLP', 'Gemma4DraftLayer', 'Family', 'draft_family', 'draft_shape']
 
 # %% ../../nbs/24_draft_blocks.ipynb #c003
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -88,7 +89,7 @@ def _flex_mask(layout:ContextLayout, num_context:int):
 def _flex_attention(q_NKhd, context_kv, own_kv, layout, scale, attend=flex_attention):
     "All blocks at once over packed keys; tiles nobody sees are skipped"
     (ctx_k, ctx_v), (own_k, own_v) = context_kv, own_kv
-    N,K,T = *q_NKhd.shape[:2], len(ctx_k)
+    (N,K),T = q_NKhd.shape[:2],len(ctx_k)
     mask = create_block_mask(_flex_mask(layout, T), None, None, N*K, T + N*K, device=q_NKhd.device)
     q = q_NKhd.flatten(0, 1).transpose(0, 1)[None]
     k,v = (torch.cat([c, o.flatten(0, 1)]).transpose(0, 1)[None] for c,o in ((ctx_k, own_k), (ctx_v, own_v)))
@@ -147,8 +148,8 @@ class DraftAttention(nn.Module):
         self.k_proj = nn.Linear(width or H, config.num_key_value_heads*d, bias=False)
         self.v_proj = nn.Linear(width or H, config.num_key_value_heads*d, bias=False)
         self.o_proj = nn.Linear(config.num_attention_heads*d, H, bias=False)
-        self.q_norm = Qwen3RMSNorm(d, eps=config.rms_norm_eps)
-        self.k_norm = Qwen3RMSNorm(d, eps=config.rms_norm_eps)
+        self.q_norm:nn.Module = Qwen3RMSNorm(d, eps=config.rms_norm_eps)
+        self.k_norm:nn.Module = Qwen3RMSNorm(d, eps=config.rms_norm_eps)
 
     def heads(self, x): return x.unflatten(-1, (-1, self.head_dim))
     def queries(self, x, rope):
@@ -270,7 +271,7 @@ class Family:
     layer:type # DSpark layer
     attention:type # Attention(config, width)
     mlp:type # MLP(config)
-    embed:object # config -> embedding module
+    embed:Callable # config -> embedding module
 
 def _scaled_embedding(config):
     return Gemma4TextScaledWordEmbedding(config.vocab_size, config.hidden_size, None,
@@ -303,7 +304,7 @@ def draft_shape(
 )->PretrainedConfig: # Qwen3 or Gemma4 text config
     "A draft-sized copy of the target's config; `ValueError` for a target without a draft shape"
     kind,layer_types = target_config.model_type, ['full_attention']*num_layers
-    shape = dict(num_hidden_layers=num_layers, layer_types=layer_types, tie_word_embeddings=False)
+    shape:dict = dict(num_hidden_layers=num_layers, layer_types=layer_types, tie_word_embeddings=False)
     if kind in ('qwen3', 'qwen2', 'llama', 'mistral'):
         from transformers import Qwen3Config
         copied = {k: getattr(target_config, k) for k in QWEN3_KEYS}

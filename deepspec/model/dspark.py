@@ -184,8 +184,8 @@ class DSparkModel(DraftModel):
         blocks:Blocks, # On the CPU, so that laying them out does not wait for the device
     )->torch.Tensor: # [N, K, H], what lm_head reads
         "Final hidden states of every slot of every block"
-        rows,positions,starts = (x.to(self.device) if torch.is_tensor(x) else x for x in
-                                 seen_context(blocks, hidden_states_BSLH.shape[1]))
+        rows,positions,starts = seen_context(blocks, hidden_states_BSLH.shape[1])
+        rows,positions = rows.to(self.device),positions.to(self.device)
         part_size = CHECKPOINTED_BLOCKS if self.gradient_checkpointing and self.training else None
         parts = layout_parts(starts, blocks.anchors_N.tolist(), self.block_size, self.device, part_size)
         C_TH = self.context(hidden_states_BSLH[rows, positions])
@@ -228,7 +228,7 @@ class DSparkProposer:
     "Context cache of a batch of requests, and proposals from it"
     def __init__(self, draft:DSparkModel, batch_size:int):
         self.draft,self.lengths,self.capacity = draft,[0]*batch_size,0
-        self.cache = [None]*len(draft.layers) # keys and values [B, capacity, g, d] a layer
+        self.cache:list = [None]*len(draft.layers) # keys and values [B, capacity, g, d] a layer
 
     def _reserve(self, length:int, like:tuple, i:int):
         "Cache of layer `i` with room for `length` positions a row"
@@ -255,7 +255,7 @@ class DSparkProposer:
         rope = self.draft.rope.angles(C_TH, positions)
         self.lengths = [n + c for n,c in zip(self.lengths, counts)]
         for i,layer in enumerate(self.draft.layers):
-            new = layer.self_attn.kv(C_TH, rope)
+            new = layer.self_attn.kv(C_TH, rope) # type: ignore[union-attr, operator] # any attribute of a Module
             for kept,x in zip(self._reserve(max(self.lengths), new, i), new): kept[rows, positions] = x
 
     @torch.no_grad()

@@ -153,8 +153,8 @@ class Eagle3Proposer:
     "Draft cache of a batch of requests, and proposals from it"
     def __init__(self, draft:Eagle3Model, batch_size:int):
         self.draft,self.lengths,self.capacity = draft,torch.zeros(batch_size, dtype=torch.long, device=draft.device),0
-        self.cache = [None]*len(draft.layers) # keys and values [B, capacity, g, d] a layer
-        self.last_BH = None # the draft's state at each row's last committed position
+        self.cache:list = [None]*len(draft.layers) # keys and values [B, capacity, g, d] a layer
+        self.last_BH:torch.Tensor|None = None # the draft's state at each row's last committed position
 
     def _write(self, i:int, kv:tuple, at_Bn)->tuple: # keys and values of the whole cache
         "Put new keys and values of layer `i` at their positions, with more room if need be"

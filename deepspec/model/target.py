@@ -123,7 +123,7 @@ class Target:
     @property
     def stop_ids(self)->tuple: # Ids that end an answer
         "End-of-sequence ids of the generation config and of the tokenizer"
-        listed = self.model.generation_config.eos_token_id
+        listed = self.model.generation_config.eos_token_id # type: ignore[union-attr] # any attribute of a Module
         listed = listed if isinstance(listed, list) else [listed]
         return tuple(sorted({i for i in [*listed, self.tokenizer.eos_token_id] if i is not None}))
 
@@ -207,7 +207,7 @@ def save_toy_target(
 )->str: # The folder
     "Write a toy target as an ordinary Hugging Face folder"
     target = toy_target(**kwargs)
-    target.model.save_pretrained(folder)
+    target.model.save_pretrained(folder) # type: ignore[operator] # any attribute of a Module
     target.tokenizer.save_pretrained(folder)
     return str(folder)
 

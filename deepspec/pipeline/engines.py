@@ -16,7 +16,7 @@ from ..data.servers import VLLM, LlamaCpp, SGLang, launch_servers
 from ..model.target import DEFAULT_TARGET, load_target
 
 # %% ../../nbs/61b_engines.ipynb #c005
-ENGINES = dict(llamacpp=LlamaCpp, sglang=SGLang, vllm=VLLM)
+ENGINES:dict[str, type[LlamaCpp|SGLang|VLLM]] = dict(llamacpp=LlamaCpp, sglang=SGLang, vllm=VLLM)
 
 def auto_engine(
     target:str, # As `--target` names it

@@ -32,8 +32,8 @@ class Quickstart:
     steps:int=170 # Optimizer steps
     seed:int=42 # Of split, weights and data order
 
-SMOKE = dict(smoke=True, train_rows=24, eval_rows=3, max_tokens=24, max_new_tokens=16, max_length=192, num_layers=2,
-             steps=20)
+SMOKE:dict = dict(smoke=True, train_rows=24, eval_rows=3, max_tokens=24, max_new_tokens=16, max_length=192,
+                  num_layers=2, steps=20)
 
 def quickstart_settings(
     smoke:bool=False, # Small sizes and a toy target
@@ -113,11 +113,10 @@ def quickstart_recipe(
     settings,config = run.settings,target_config(run.target)
     base = named_recipe('dspark_toy' if settings.smoke else 'dspark_smollm2_135m')
     layers = default_layer_ids(config.num_hidden_layers, min(settings.num_layers, max(config.num_hidden_layers - 3, 1)))
-    draft = base.draft if run.target == base.target else replace(
-        base.draft, target_layer_ids=layers,
-        mask_token_id=mask_token_for(load_tokenizer(run.target), config.vocab_size))
+    own:dict = {} if run.target == base.target else dict(
+        target_layer_ids=layers, mask_token_id=mask_token_for(load_tokenizer(run.target), config.vocab_size))
     training = replace(base.training, max_steps=settings.steps, max_length=settings.max_length, seed=settings.seed)
-    return replace(base, target=run.target, draft=draft, training=training)
+    return replace(base, target=run.target, draft=replace(base.draft, **own), training=training)
 
 # %% ../../nbs/62_quickstart.ipynb #c016
 def build_quickstart_cache(
@@ -176,8 +175,8 @@ def render_reports(
     "Execute the report notebooks over the run folder"
     from deepspec.report.render import execute_report
     here = lambda *names: str(run.path(*names).absolute())
-    parameters = dict(pipeline=dict(run=here()), storage_cost=dict(cache=here('cache')),
-                      loss=dict(runs=here('train'), evaluation=here('eval')))
+    parameters:dict = dict(pipeline=dict(run=here()), storage_cost=dict(cache=here('cache')),
+                           loss=dict(runs=here('train'), evaluation=here('eval')))
     return dict(pages=[str(execute_report(name, run.path('reports'), **p)) for name,p in parameters.items()])
 
 # %% ../../nbs/62_quickstart.ipynb #c022

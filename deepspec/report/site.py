@@ -38,9 +38,9 @@ def tuple_fields(
     source:str, # Code of its notebook
 )->str|None: # Its lines, or None if it is no `NamedTuple`
     "Fields of a `NamedTuple` with their comments, of which Python's signature says nothing"
-    body = r'(?:    ".*"\n)?((?:    \w+:.*\n?)+)'
-    found = re.search(rf'^class {re.escape(name)}\(NamedTuple\):\n{body}', source, flags=re.M)
-    return found and found[1].rstrip('\n')
+    fields = r'\(NamedTuple\):\n(?:    ".*"\n)?((?:    \w+:.*\n?)+)'
+    found = re.search(rf'^class {re.escape(name)}' + fields, source, flags=re.M)
+    return found[1].rstrip('\n') if found else None
 
 def signature_cell(
     text:str, # What nbdev's show_doc wrote
@@ -170,7 +170,7 @@ def build_site(
     root = Path(root).resolve()
     write_pages(root, site_outputs(root, num_workers) if execute else {})
     if readme_only: return
-    command = [sys.executable, '-m', 'sphinx', '-b', 'html', '-W', '--keep-going', '-q', str(root/'docs'),
+    command = [sys.executable, '-m', 'sphinx', '-b', 'html', '-a', '-W', '--keep-going', '-q', str(root/'docs'),
                str(root/out)]
     if subprocess.run(command).returncode: raise SystemExit('the docs build has warnings; see above')
     print(f'{root/out}/index.html')

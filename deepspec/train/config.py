@@ -126,7 +126,7 @@ def recipe_to_dict(
     recipe:Recipe, # What to write down
 )->dict: # JSON-ready
     "The recipe as plain values; each component names its class"
-    part = lambda v: dict(asdict(v), kind=type(v).__name__) if is_dataclass(v) else v
+    part = lambda v: dict(asdict(v), kind=type(v).__name__) if is_dataclass(v) and not isinstance(v, type) else v
     return json.loads(json.dumps({f.name: part(getattr(recipe, f.name)) for f in fields(recipe)}))
 
 def recipe_from_dict(

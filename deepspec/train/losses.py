@@ -232,7 +232,7 @@ def eagle3_loss(
 )->LossSums: # Sums, with the number of real tokens as the denominator
     "Training-time test: soft cross-entropy of each step, weighted by `step_loss_decay` to the power of the step"
     ids,last,K = batch['input_ids'].long(),batch['target_last_hidden_states'],draft.config.ttt_length
-    found,total = [],0.
+    found,total = [],torch.zeros((), device=ids.device)
     for s,h_BSH in enumerate(draft(batch['target_hidden_states'], ids)):
         keep = eagle3_slots(batch['loss_mask'], s)
         rows,at = keep.nonzero(as_tuple=True)

@@ -46,8 +46,8 @@ def _eagle3(target:str, **choices)->Eagle3Config:
 
 def without_heads(recipe:Recipe, name:str)->Recipe:
     "DFlash: the same draft without sequential and confidence head, trained on cross-entropy alone"
-    draft = replace(recipe.draft, markov_head_type=None, enable_confidence_head=False,
-                    confidence_head_with_markov=False)
+    no_heads:dict = dict(markov_head_type=None, enable_confidence_head=False, confidence_head_with_markov=False)
+    draft = replace(recipe.draft, **no_heads)
     return replace(recipe, name=name, draft=draft, loss=replace(recipe.loss, ce_loss_alpha=1., l1_loss_alpha=0.))
 
 # %% ../../nbs/34_recipes.ipynb #c008

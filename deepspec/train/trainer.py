@@ -10,6 +10,7 @@ __all__ = ['FREE_SETTINGS', 'Ranks', 'process_group', 'resolve_dtype', 'DraftTra
 # %% ../../nbs/33_trainer.ipynb #c003
 import argparse, contextlib, importlib, json, os, signal, subprocess, sys, time
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -89,7 +90,7 @@ class DraftTraining(nn.Module):
 
     def forward(self, batch:dict):
         "Sum with gradient, its weight, and the statistics of one batch"
-        terms = lambda *args, **kwargs: chunked_terms(*args, chunk=self.loss_chunk, **kwargs)
+        terms = partial(chunked_terms, chunk=self.loss_chunk)
         if self.loss is None: sums = eagle3_loss(self.draft, batch, terms)
         else: sums = dspark_loss(self.draft, batch, batch['blocks'], self.loss, terms)
         return sums.total, sums.weight, sums.stats
@@ -101,7 +102,8 @@ def shard(module:DraftTraining, dtype:torch.dtype)->DraftTraining:
     frozen = {draft.embed_tokens.weight, draft.lm_head.weight}
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for unit in draft.fsdp_units(): fully_shard(unit, mp_policy=policy)
-    return fully_shard(module, mp_policy=policy, ignored_params=frozen)
+    fully_shard(module, mp_policy=policy, ignored_params=frozen)
+    return module
 
 def prepare_module(
     draft, # Fresh or resumed, fp32, on the CPU
@@ -291,7 +293,8 @@ class Trainer:
         draft = draft_from_target(target, recipe.draft, t.seed)
         if t.warm_start: draft.warm_start(target)
         self.module = prepare_module(draft, recipe, ranks)
-        self.optimizer,self.step,self.saved = MasterAdamW(self.module.draft, recipe.optim, self.total),0,None
+        self.optimizer,self.step = MasterAdamW(self.module.draft, recipe.optim, self.total),0
+        self.saved:Path|None = None
         if resume_from is not None: self._restore(resume_from)
 
     def _restore(self, folder:Path):
