@@ -56,7 +56,7 @@ def one_case(anchors, form, steps, length, dtype):
     for step in range(steps + 1): # the first one warms up
         parts,began = dict(loader=0., forward_loss=0., backward=0., optimizer=0.), time.perf_counter()
         since = began
-        def lap(part):
+        def lap(part, parts=parts):
             nonlocal since
             parts[part] += (now := time.perf_counter()) - since
             since = now

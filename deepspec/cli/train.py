@@ -10,8 +10,8 @@ from typing import Annotated
 
 import typer
 
-from .common import parse_assignments, show, torch_dtype
-from .data import AS_JSON, TARGET_HELP
+from .common import parse_assignments, show
+from .data import AS_JSON
 
 # %% ../../nbs/66_cli_train.ipynb #c006
 def draft_folder(

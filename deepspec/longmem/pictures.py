@@ -16,8 +16,7 @@ from matplotlib.patches import FancyArrowPatch, Rectangle
 
 from .memory import Gates, MemoryConfig, MemoryState, NeuralMemory, read_memory, write_memory
 from .model import MEMORY_MODES, QwenTitansForBABILong, tiny_qwen
-from ..report.concepts import write_figures
-from ..report.figures import CYCLE_COLORS, house_style
+from ..report.figures import CYCLE_COLORS
 
 # %% ../../nbs/76_memory_pictures.ipynb #c006
 def seen_pairs(
@@ -134,7 +133,7 @@ def token_by_token(
     start,w,s = state.w1,state.w1,state.s1
     for i in range(keys.shape[-2]):
         k,v = keys[..., i, :, None],values[..., i, :, None]
-        gate = lambda g: g[..., i, None, None]
+        gate = lambda g, i=i: g[..., i, None, None]
         s = gate(gates.log_eta).exp()*s - gate(gates.theta)*(start @ k - v) @ k.mT
         w = gate(gates.log_keep).exp()*w + gate(gates.mask)*s
     return MemoryState(w, None, s, None)

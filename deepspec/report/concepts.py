@@ -178,7 +178,7 @@ def plot_sample_layout(
     seq_len:int=1200, # S, tokens of the sample
 )->Axes: # The same axes
     "An index record, the five tensors it points to, and their share of the bytes"
-    fields,sizes = INDEX_DTYPE.names,[INDEX_DTYPE[n].itemsize for n in INDEX_DTYPE.names]
+    sizes = [INDEX_DTYPE[n].itemsize for n in INDEX_DTYPE.names]
     colors = ['#999999']*3 + CYCLE_COLORS[:5]
     labels = ['sample', 'shard', 'S', *(f'offset {i + 1}' for i in range(5))]
     ax.text(0, 3.68, f'samples.idx: {sum(sizes)} bytes a sample, little-endian', fontsize=9, weight='bold')
