@@ -8,18 +8,16 @@ import json
 import sys
 
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, ChatCompletionResponseChoice, ModelCard
-from sglang.srt.server_args import ServerArgs
+from sglang.srt.server_args import ServerArgs, prepare_server_args
 from sglang.version import __version__
-
-from deepspec.data.servers import check_sglang_command
 
 READ = ('model_path', 'host', 'port', 'tp_size', 'dp_size', 'mem_fraction_static', 'context_length')
 
 
 def parse(command):
     "The parsed values of a command line, or how the parser ended"
-    try: args = check_sglang_command(command)
-    except ValueError as e: return dict(refused=str(e))
+    try: args = prepare_server_args(command[command.index('sglang.launch_server') + 1:])
+    except SystemExit as e: return dict(refused=e.code)
     return {k: getattr(args, k) for k in READ}
 
 

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from deepspec.data.servers import SGLang, VLLM, check_sglang_command, launch_servers
+from deepspec.data.servers import SGLang, VLLM, check_command, launch_servers
 from deepspec.eval.export import check_export, draft_flags, export_draft, public_keys
 from deepspec.model.base import read_draft_config
 from deepspec.model.drafts import draft_from_target, load_draft
@@ -134,13 +134,13 @@ def test_served_command_lines(tmp_path):
     assert json.loads(command[command.index('--speculative-config') + 1]) == dict(model=folder, num_speculative_tokens=4)
 
 
-def test_sglang_parses_the_served_command_line(tmp_path):
-    try: import sglang.srt.server_args  # noqa: F401
-    except ImportError as e: pytest.skip(f'sglang is not importable here: {e}')
+@pytest.mark.parametrize('name', ENGINES_BY_NAME)
+def test_the_engine_parses_the_served_command_line(tmp_path, name):
+    if find_spec(name) is None: pytest.skip(f'{name} is not installed here; pip install {name} and run this test again')
     checkpoint(tmp_path/'step_1')
     folder = export_draft(tmp_path/'step_1', tmp_path/'public')
-    args = check_sglang_command(SGLang(flags=draft_flags('sglang', folder)).command('Qwen/Qwen3-4B', 30_000))
-    assert (args.speculative_algorithm, args.speculative_draft_model_path) == ('DSPARK', str(folder))
+    engine = ENGINES_BY_NAME[name](flags=draft_flags(name, folder))
+    assert check_command(engine, engine.command('Qwen/Qwen3-4B', 30_000))
 
 
 @pytest.mark.parametrize('name', ENGINES_BY_NAME)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from deepspec.data.guard import start_guarded, stop_guarded
-from deepspec.data.servers import (ENGINES, LlamaCpp, SGLang, VLLM, answers, check_sglang_command, launch_servers,
-                                   log_tail, port_is_free, visible_gpus)
+from deepspec.data.servers import (ENGINES, LlamaCpp, SGLang, VLLM, answers, check_command, launch_servers, log_tail,
+                                   port_is_free, visible_gpus)
 
 FAKE = str(Path(__file__).parent/'fake_server.py')
 
@@ -19,6 +19,7 @@ class FakeEngine:
     name = 'fake'
     package = 'json'
     python = sys.executable
+    parser = None
     def command(self, model, port): return [sys.executable, self.script, str(port)]
     def env(self, rank): return {}
 
@@ -151,17 +152,27 @@ def test_command_lines():
     assert set(ENGINES) == {'llamacpp', 'sglang', 'vllm'}
     assert LlamaCpp().env(0)['GOMP_SPINCOUNT'] == '0'
 
-def test_a_command_line_is_checked_where_sglang_can_be_imported(monkeypatch):
-    "SGLang's parser ends the process on a bad flag; that becomes one line. The real parser: test_sglang_contract.py"
-    import types
-    module = types.ModuleType('sglang.srt.server_args')
-    def prepare_server_args(argv): return argv if '--bad' not in argv else sys.exit(2)
-    module.prepare_server_args = prepare_server_args
-    for name in ('sglang', 'sglang.srt'): monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-    monkeypatch.setitem(sys.modules, 'sglang.srt.server_args', module)
-    assert check_sglang_command(SGLang().command('m', 1))[:2] == ['--model-path', 'm']
-    with pytest.raises(ValueError, match='SGLang refuses .*--bad.*exit 2'):
-        check_sglang_command(SGLang(flags=('--bad',)).command('m', 1))
+SERVER_ARGS = """
+class ServerArgs:
+    def add_cli_args(parser):
+        for flag in ('--model-path', '--host', '--port', '--tp-size', '--dp-size'): parser.add_argument(flag)
+"""
+
+def test_sglangs_parser_is_asked_before_anything_starts(tmp_path, monkeypatch, capsys):
+    "With a stand-in for the package; the real parser: test_sglang_contract.py"
+    (tmp_path/'sglang'/'srt').mkdir(parents=True)
+    (tmp_path/'sglang'/'srt'/'server_args.py').write_text(SERVER_ARGS)
+    monkeypatch.setenv('PYTHONPATH', str(tmp_path))
+    good,bad = (SGLang(python=sys.executable, flags=f) for f in ((), ('--bad', '1')))
+    assert check_command(good, good.command('m', 1))
+    with pytest.raises(ValueError, match='sglang refuses .*--bad 1: .*unrecognized arguments: --bad 1; compare') as e:
+        with launch_servers('m', bad, log_dir=tmp_path/'logs'): pass
+    assert '\n' not in str(e.value) and not (tmp_path/'logs').exists()
+    (tmp_path/'sglang'/'srt'/'server_args.py').write_text('ServerArgs = moved_elsewhere')
+    assert not check_command(bad, bad.command('m', 1)) # no parser is no reason to refuse
+    assert "could not be asked (NameError: name 'moved_elsewhere'" in capsys.readouterr().err
+    absent = SGLang(python=str(tmp_path/'no_python'))
+    assert not check_command(absent, absent.command('m', 1))
 
 def test_log_tail(tmp_path):
     assert log_tail(tmp_path/'absent') == 'no log'

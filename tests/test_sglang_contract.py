@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from conftest import ROOT
 
 from deepspec.data.chat import parse_answer, wire_messages, wire_tools
 from deepspec.data.sampling import PRESETS, Sampling, wire_fields
-from deepspec.data.servers import SGLang
+from deepspec.data.servers import SGLang, check_command, launch_servers
 from deepspec.io import cache_home
 
 SGLANG = '0.5.23'
@@ -99,7 +100,15 @@ def test_sglang_takes_our_command_lines(contract):
     assert (plain['model_path'], plain['host'], plain['port']) == ('Qwen/Qwen3-4B', '127.0.0.1', 30_003)
     assert (shared['dp_size'], shared['mem_fraction_static'], shared['tp_size']) == (2, .85, 1)
     assert (long['tp_size'], long['context_length']) == (2, 8192)
-    assert 'SGLang refuses' in refused['refused'] and '--no-such-flag' in refused['refused']
+    assert refused == dict(refused=2)
+
+
+@pytest.mark.slow # needs the environment
+def test_launching_asks_the_real_parser():
+    every = SGLang(mem_fraction_static=.85, dp_size=2, python=str(sglang_python()))
+    assert check_command(every, every.command('Qwen/Qwen3-4B', 30_003))
+    with pytest.raises(ValueError, match='unrecognized arguments: --no-such-flag'):
+        with launch_servers('Qwen/Qwen3-4B', replace(every, flags=('--no-such-flag',))): pass
 
 
 @pytest.mark.slow # needs the environment
