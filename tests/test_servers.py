@@ -1,5 +1,5 @@
 "Servers: guards that leave no child behind, restarts, command lines; the real llama-server in the slow lane"
-import json, signal, subprocess, sys, time, urllib.request
+import json, os, signal, subprocess, sys, time, urllib.request
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -216,6 +216,36 @@ def test_the_real_server_end_to_end(tmp_path):
             if reason == 'kept': continue
             assert (ids[-1] == tokenizer.eos_token_id) == (reason == 'stop')
             assert tokenizer.decode(ids[:-1] if reason == 'stop' else ids) == content
+
+# two minutes, and an environment with vLLM
+@pytest.mark.slow
+@pytest.mark.skipif('DEEPSPEC_VLLM_PYTHON' not in os.environ,
+                    reason='vLLM wants an environment of its own: name its interpreter in DEEPSPEC_VLLM_PYTHON')
+def test_a_real_vllm_server_end_to_end(tmp_path):
+    "Several turns, tools, token ids, a prompt that is too long"
+    from transformers import AutoTokenizer
+    from deepspec.data.embedded import embedded_target
+    from deepspec.data.regenerate import regenerate
+    user,old = (lambda t: dict(role='user', content=t)), dict(role='assistant', content='old')
+    call = dict(role='assistant', content='', tool_calls=[dict(function=dict(name='add', arguments=dict(a=1, b=2)))])
+    rows = [dict(id=f'r{i}', conversations=[user(f'Name {i + 2} colours.'), old, user('And one animal?'), old])
+            for i in range(8)]
+    rows.append(dict(id='tool', conversations=[user('What is 1 + 2?'), call, dict(role='tool', content='3'), old],
+                     tools=[dict(type='function', function=dict(name='add', parameters=dict(type='object')))]))
+    rows.append(dict(id='long', conversations=[user('word '*3000), old]))
+    (tmp_path/'in.jsonl').write_text(''.join(json.dumps(r) + '\n' for r in rows))
+    engine = VLLM(cpu=True, python=os.environ['DEEPSPEC_VLLM_PYTHON'], flags=('--max-model-len', '2048'))
+    with launch_servers(embedded_target(), engine, log_dir=tmp_path/'logs') as urls:
+        summary = regenerate(tmp_path/'in.jsonl', tmp_path/'o'/'train.jsonl', urls, sampling='greedy', max_tokens=24)
+    assert (summary.num_rows, dict(summary.reject_reasons)) == (9, dict(context_overflow=1))
+    tokenizer,checked = AutoTokenizer.from_pretrained(embedded_target()),0
+    for row in map(json.loads, open(tmp_path/'o'/'train.jsonl')):
+        given = [t['content'] for t in row['conversations'] if t['role'] == 'assistant']
+        for content,ids,reason in zip(given, row['token_ids'], row['finish_reasons']):
+            if reason == 'kept': continue
+            assert tokenizer.decode(ids[:-1] if reason == 'stop' else ids) == content
+            checked += 1
+    assert checked == 17
 
 # loads torch and a model
 @pytest.mark.slow

@@ -124,7 +124,8 @@ def visible_gpus(
 # %% ../../nbs/14_servers.ipynb #c017
 _VLLM_PARSER = """
 import sys
-from vllm.entrypoints.openai.cli_args import make_arg_parser
+try: from vllm.entrypoints.launchers.cli_args import make_arg_parser
+except ImportError: from vllm.entrypoints.openai.cli_args import make_arg_parser # its home before 0.32
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 make_arg_parser(FlexibleArgumentParser(prog='vllm')).parse_args(sys.argv[1:])
 """

@@ -139,19 +139,26 @@ def check_export(
                 compared_with=checkpoint and str(checkpoint), target=target and target.name)
 
 # %% ../../nbs/44_export.ipynb #c019
+# the model classes of SGLang 0.5.23 (srt/models/dspark.py) and vLLM 0.32 (model_executor/models/*_dspark.py)
+_SERVED = dict(sglang=(('Qwen3DSparkModel',), ('vanilla', 'gated', 'rnn')),
+               vllm=(('Qwen3DSparkModel', 'Gemma4DSparkModel'), ('vanilla',)))
+
 def draft_flags(
     engine:str, # `sglang` or `vllm`
     folder:str|os.PathLike, # Exported draft
 )->tuple: # For `SGLang(flags=...)` or `VLLM(flags=...)`
     "Flags under which a server drafts with an exported folder; `ValueError` if the engine does not read this draft"
+    if engine not in _SERVED: raise ValueError(f"engine {engine!r} serves no draft; choose sglang or vllm")
     config = read_draft_config(folder)
-    block = getattr(config, 'block_size', None) or config.ttt_length
+    architecture,head = config.architectures[0],getattr(config, 'markov_head_type', None)
+    architectures,heads = _SERVED[engine]
+    if architecture not in architectures or head not in heads:
+        raise ValueError(f"{folder}: {engine} serves {' and '.join(architectures)} with Markov head {', '.join(heads)}, "
+                         f"not {architecture} with {head}; train such a DSpark, or measure this draft with `deepspec "
+                         "evaluate`")
+    block = config.block_size
     if engine == 'vllm':
-        return '--speculative-config', json.dumps(dict(model=str(folder), num_speculative_tokens=block))
-    if engine != 'sglang': raise ValueError(f"engine {engine!r} serves no draft; choose sglang or vllm")
-    head = getattr(config, 'markov_head_type', None)
-    if config.architectures != ['Qwen3DSparkModel'] or not head:
-        raise ValueError(f"{folder}: SGLang serves Qwen3DSparkModel with a Markov head, not "
-                         f"{config.architectures[0]} (markov_head_type={head}); serve it with vllm, or train a DSpark")
+        choice = dict(model=str(folder), method='dspark', num_speculative_tokens=block)
+        return '--speculative-config', json.dumps(choice)
     return ('--speculative-algorithm', 'DSPARK', '--speculative-draft-model-path', str(folder),
             '--speculative-dspark-block-size', str(block))
