@@ -69,13 +69,12 @@ class LlamaCpp:
         return _PASSIVE | dict(OMP_NUM_THREADS=str(self.threads or len(os.sched_getaffinity(0))))
 
 # %% ../../nbs/14_servers.ipynb #c011
-_SGLANG_PARSER = """
-import argparse, sys
-from sglang.srt.server_args import ServerArgs
-parser = argparse.ArgumentParser(prog='sglang.launch_server')
-ServerArgs.add_cli_args(parser)
-parser.parse_args(sys.argv[1:])
-"""
+_SGLANG_PARSER = '\n'.join([
+    "import argparse, sys",
+    "from sglang.srt.server_args import ServerArgs",
+    "parser = argparse.ArgumentParser(prog='sglang.launch_server')",
+    "ServerArgs.add_cli_args(parser)",
+    "parser.parse_args(sys.argv[1:])"])
 
 @dataclass(frozen=True, kw_only=True)
 class SGLang:
@@ -122,13 +121,12 @@ def visible_gpus(
     return ','.join(gpus[i] for i in wanted)
 
 # %% ../../nbs/14_servers.ipynb #c017
-_VLLM_PARSER = """
-import sys
-try: from vllm.entrypoints.launchers.cli_args import make_arg_parser
-except ImportError: from vllm.entrypoints.openai.cli_args import make_arg_parser # its home before 0.32
-from vllm.utils.argparse_utils import FlexibleArgumentParser
-make_arg_parser(FlexibleArgumentParser(prog='vllm')).parse_args(sys.argv[1:])
-"""
+_VLLM_PARSER = '\n'.join([
+    "import sys",
+    "try: from vllm.entrypoints.launchers.cli_args import make_arg_parser",
+    "except ImportError: from vllm.entrypoints.openai.cli_args import make_arg_parser # its home before 0.32",
+    "from vllm.utils.argparse_utils import FlexibleArgumentParser",
+    "make_arg_parser(FlexibleArgumentParser(prog='vllm')).parse_args(sys.argv[1:])"])
 
 @dataclass(frozen=True, kw_only=True)
 class VLLM:
@@ -177,8 +175,8 @@ def check_command(
         if done.returncode == 0: return True
         problem = next((l for l in reversed(done.stderr.splitlines()) if l.strip()), f'exit {done.returncode}')
         if done.returncode == 2: # argparse's own code
-            raise ValueError(f"{engine.name} refuses the command line {' '.join(args)}: {problem}; compare the flags with "
-                             f"`{command[0]} -m {module} --help`")
+            raise ValueError(f"{engine.name} refuses the command line {' '.join(args)}: {problem}; compare the flags "
+                             f"with `{command[0]} -m {module} --help`")
     print(f"the argument parser of {engine.name} could not be asked ({problem}); the server itself will say what it does "
           "not take", file=sys.stderr, flush=True)
     return False

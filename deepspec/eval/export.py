@@ -153,8 +153,8 @@ def draft_flags(
     architecture,head = config.architectures[0],getattr(config, 'markov_head_type', None)
     architectures,heads = _SERVED[engine]
     if architecture not in architectures or head not in heads:
-        raise ValueError(f"{folder}: {engine} serves {' and '.join(architectures)} with Markov head {', '.join(heads)}, "
-                         f"not {architecture} with {head}; train such a DSpark, or measure this draft with `deepspec "
+        raise ValueError(f"{folder}: {engine} serves {' and '.join(architectures)} with Markov head "
+                         f"{', '.join(heads)}, not {architecture} with {head}; train such a DSpark, or measure this draft with `deepspec "
                          "evaluate`")
     block = config.block_size
     if engine == 'vllm':
