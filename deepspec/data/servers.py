@@ -177,8 +177,8 @@ def check_command(
         if done.returncode == 2: # argparse's own code
             raise ValueError(f"{engine.name} refuses the command line {' '.join(args)}: {problem}; compare the flags "
                              f"with `{command[0]} -m {module} --help`")
-    print(f"the argument parser of {engine.name} could not be asked ({problem}); the server itself will say what it does "
-          "not take", file=sys.stderr, flush=True)
+    print(f"the argument parser of {engine.name} could not be asked ({problem}); the server itself will say what it "
+          "does not take", file=sys.stderr, flush=True)
     return False
 
 # %% ../../nbs/14_servers.ipynb #c020

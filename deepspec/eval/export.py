@@ -154,8 +154,8 @@ def draft_flags(
     architectures,heads = _SERVED[engine]
     if architecture not in architectures or head not in heads:
         raise ValueError(f"{folder}: {engine} serves {' and '.join(architectures)} with Markov head "
-                         f"{', '.join(heads)}, not {architecture} with {head}; train such a DSpark, or measure this draft with `deepspec "
-                         "evaluate`")
+                         f"{', '.join(heads)}, not {architecture} with {head}; train such a DSpark, or "
+                         "measure this draft with `deepspec evaluate`")
     block = config.block_size
     if engine == 'vllm':
         choice = dict(model=str(folder), method='dspark', num_speculative_tokens=block)
