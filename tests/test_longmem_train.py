@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from deepspec.longmem.tasks import generate_babilong
-from deepspec.longmem.train import TrainingConfig, evaluate_checkpoint, parse_training_args, train_babilong
+from deepspec.longmem.train import TrainingConfig, build_model, evaluate_checkpoint, parse_training_args, train_babilong
 
 ROOT = Path(__file__).parents[1]
 
@@ -63,6 +63,23 @@ def test_curriculum_resumes_in_its_stage(config, tmp_path):
     again = replace(plan, output_dir=str(tmp_path/'again'))
     first = train_babilong(replace(again, max_steps=3))
     assert first['losses'] + train_babilong(replace(again, resume=True))['losses'] == whole['losses']
+
+
+@pytest.mark.parametrize('scale', [0., .1, 1.])
+def test_memory_keys_learn_at_their_own_rate(config, tmp_path, scale):
+    one = replace(config, max_steps=1, lr=1e-2, weight_decay=0., key_lr_scale=scale)
+    start = dict(build_model(one)[0].named_parameters())
+    trained = torch.load(train_babilong(one)['files'][1], weights_only=True)['state_dict']
+    # Adam's first step is as long as its rate, wherever there is a gradient
+    moved = {n: (trained[n] - p.detach()).abs().max().item() for n, p in start.items()}
+    for part in ('q_proj', 'k_proj'):
+        assert moved[f'layers.0.long_term_memory.{part}.weight'] == pytest.approx(scale*1e-2, rel=.01)
+        assert moved[f'layers.0.block.self_attn.{part}.weight'] == pytest.approx(1e-2, rel=.01)
+    assert moved['layers.0.long_term_memory.v_proj.weight'] == pytest.approx(1e-2, rel=.01)
+
+
+def test_a_negative_key_rate_is_refused():
+    with pytest.raises(ValueError, match='key_lr_scale=-1'): TrainingConfig(key_lr_scale=-1)
 
 
 def test_bad_gradients_are_skipped_and_then_stop_the_run(config, monkeypatch):

@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['logger', 'TrainingConfig', 'Ranks', 'joined_ranks', 'Stage', 'stages', 'task_of', 'stage_dataset', 'epoch_windows',
            'memory_config', 'build_model', 'wrap_model', 'unwrapped', 'gradient_sync', 'num_labels',
-           'accumulate_window', 'apply_gradients', 'learning_rate', 'eval_row', 'generated_answer', 'evaluate_babilong',
-           'Position', 'save_torch', 'save_final', 'save_resume', 'load_resume', 'Metrics', 'Run', 'start_run',
-           'train_step', 'log_step', 'evaluate_run', 'train_stage', 'train_babilong', 'load_run', 'evaluate_checkpoint',
-           'parse_training_args', 'main']
+           'accumulate_window', 'apply_gradients', 'learning_rate', 'parameter_groups', 'eval_row', 'generated_answer',
+           'evaluate_babilong', 'Position', 'save_torch', 'save_final', 'save_resume', 'load_resume', 'Metrics', 'Run',
+           'start_run', 'train_step', 'log_step', 'evaluate_run', 'train_stage', 'train_babilong', 'load_run',
+           'evaluate_checkpoint', 'parse_training_args', 'main']
 
 # %% ../../nbs/73_train_titans.ipynb #c003
 import argparse, inspect, json, logging, math, os, re, sys, time
@@ -62,6 +62,7 @@ class TrainingConfig:
     background:str|None=None         # Text file for the background of generated rows
     seed:int=42                      # Seed of weights, split and order
     lr:float=1e-3                    # Peak learning rate
+    key_lr_scale:float=.1            # Share of lr for the memories' query and key projections
     warmup_steps:int=0               # Steps of linear warm-up
     weight_decay:float=.01           # Of AdamW
     max_grad_norm:float=1.           # Gradients are clipped to this norm
@@ -90,6 +91,8 @@ class TrainingConfig:
         for name in ('batch_size', 'gradient_accumulation_steps', 'num_epochs', 'log_every_batches', 'eval_steps',
                      'max_bad_steps'):
             if (v := getattr(self, name)) < 1: raise ValueError(f"TrainingConfig: {name}={v} must be at least 1")
+        if self.key_lr_scale < 0:
+            raise ValueError(f"TrainingConfig: key_lr_scale={self.key_lr_scale} must be at least 0")
         for name,allowed in (('memory', ('on', 'off')), ('dtype', ('float32', 'bfloat16'))):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"TrainingConfig: {name}={getattr(self, name)!r}; expected {' or '.join(allowed)}")
@@ -320,9 +323,21 @@ def apply_gradients(
 def learning_rate(
     config:TrainingConfig, # Settings of the run
     step:int,              # Optimizer steps taken before
-)->float:
+)->float: # Of everything but the memories' queries and keys
     "Linear warm-up to the peak, never above it; a function of the step alone, so a resumed run cannot miscount"
     return config.lr*min(1., (step + 1)/max(config.warmup_steps, 1))
+
+# %% ../../nbs/73_train_titans.ipynb #c030b
+def parameter_groups(
+    model,              # Model of a run
+    key_lr_scale:float, # Share of the learning rate for the memories' query and key projections
+)->list: # One dict for each group, for an optimizer
+    "Trained weights, each group with its `lr_scale`; a group without weights is left out"
+    groups = (dict(params=[], lr_scale=1.), dict(params=[], lr_scale=key_lr_scale))
+    for name,p in model.named_parameters():
+        slow = is_memory_name(name) and name.split('.')[-2] in ('q_proj', 'k_proj')
+        if p.requires_grad: groups[slow]['params'].append(p)
+    return [g for g in groups if g['params']]
 
 # %% ../../nbs/73_train_titans.ipynb #c032
 def eval_row(
@@ -517,8 +532,8 @@ def start_run(
     "Model, optimizer and records of a run, resumed where asked"
     model,tokenizer = build_model(config)
     model = wrap_model(model.to(ranks.device), ranks, config.fsdp)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=config.lr, weight_decay=config.weight_decay)
+    optimizer = torch.optim.AdamW(parameter_groups(model, config.key_lr_scale), lr=config.lr,
+                                  weight_decay=config.weight_decay)
     position = load_resume(model, optimizer, config, ranks) if config.resume else Position()
     if ranks.rank == 0:
         write_json(Path(config.output_dir)/'config.json', asdict(config))
@@ -533,7 +548,7 @@ def train_step(
     "One optimizer step with its records; `RuntimeError` after too many non-finite gradients in a row"
     config,at = run.config,run.position
     lr = learning_rate(config, at.global_step)
-    for group in run.optimizer.param_groups: group['lr'] = lr
+    for group in run.optimizer.param_groups: group['lr'] = lr*group['lr_scale']
     run.model.train()
     loss,count = accumulate_window(run.model, window, run.ranks, config.memory)
     norm = apply_gradients(run.model, run.optimizer, config.max_grad_norm)
