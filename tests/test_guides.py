@@ -6,6 +6,7 @@ from conftest import ROOT
 
 from deepspec.longmem.pictures import MEMORY_FIGURES
 from deepspec.report.concepts import CONCEPT_FIGURES, THEMES, figure_texts, write_figures
+from deepspec.report.site import page_name, read_parts
 
 FIGURES = CONCEPT_FIGURES | MEMORY_FIGURES
 GUIDES = sorted((ROOT/'docs'/'guides').glob('*.md'))
@@ -24,6 +25,11 @@ def test_every_figure_is_shown_and_every_shown_one_is_drawn():
     assert shown == FIGURES.keys()
     drawn = {f'{n}-{t}.svg' for n in FIGURES for t in THEMES}
     assert {p.name for p in (ROOT/'docs'/'images').glob('*.svg')} == drawn
+
+
+def test_every_notebook_stands_in_one_part_of_the_navigation():
+    pages = {page_name(p)[:-6]: (p.stem, '') for p in (ROOT/'nbs').glob('[0-9]*.ipynb')}
+    assert sum(len(part['pages']) for part in read_parts(ROOT/'docs'/'parts.yml', pages)) == len(pages)
 
 
 SEED_NAMES = '''
