@@ -10,10 +10,10 @@ import mmap, weakref
 from collections import deque
 from ctypes import memmove, memset
 from functools import lru_cache
-from math import prod
 from typing import NamedTuple
 
 import torch
+from torch import as_strided, frombuffer
 from torch.utils.data import get_worker_info
 
 # %% ../../nbs/18_collate.ipynb #c006
@@ -92,7 +92,8 @@ def empty_batch(
     in_worker = get_worker_info() is not None
     if not in_worker and not pin_memory:
         lease = pool.lend(nbytes)
-        return {name: torch.frombuffer(lease, dtype=p.dtype, count=prod(p.shape), offset=p.start).view(p.shape)
+        # `as_strided` costs half of what `view` does, and a batch of one sample has no time for that
+        return {name: as_strided(frombuffer(lease, dtype=p.dtype, offset=p.start), p.shape, p.strides)
                 for name,p in places.items()}
     if in_worker: storage = torch.UntypedStorage._new_shared(nbytes)
     else: storage = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).untyped_storage()
@@ -126,13 +127,13 @@ class CacheCollator:
         "The batch of these samples, in their order; `ValueError` if there are none, or they are of different caches"
         if not samples:
             raise ValueError("CacheCollator: no samples, expected at least 1; drop empty batches in the sampler")
-        lengths = [s['input_ids'].shape[0] for s in samples]
-        widths = tuple((name, samples[0][name].shape[1]) for name in WIDE_TENSORS)
-        nbytes,places = batch_layout(len(samples), max(lengths), widths)
+        lengths = [len(s['input_ids']) for s in samples]
+        longest,widths = max(lengths),tuple((name, samples[0][name].shape[1]) for name in WIDE_TENSORS)
+        nbytes,places = batch_layout(len(samples), longest, widths)
         batch = empty_batch(nbytes, places, self.pool, self.pin_memory)
         for name,t in batch.items():
             address,token_nbytes = t.data_ptr(),places[name].token_nbytes
-            row_nbytes = max(lengths)*token_nbytes
-            for i,(sample,n) in enumerate(zip(samples, lengths)):
-                _fill_row(address + i*row_nbytes, row_nbytes, sample.get(name), n*token_nbytes)
+            for sample,n in zip(samples, lengths):
+                _fill_row(address, longest*token_nbytes, sample.get(name), n*token_nbytes)
+                address += longest*token_nbytes
         return batch
