@@ -1,12 +1,14 @@
 """Time and peak memory of a training step at SmolLM2-135M size: plain against chunked loss, 32 to 512 anchors, in one run
 
-python benchmarks/bench_train.py [--anchors 32 64 256 512] [--steps 2] [--dtype auto] [--out bench_train.json]
+python benchmarks/bench_train.py [--anchors 32 64 256 512] [--forms plain chunked] [--steps 2] [--dtype auto]
+                                 [--out bench_train.json]
 
 Each case runs in a process of its own, since a peak cannot be taken back. Random weights and features of the right shapes: neither the
 time nor the memory depends on their values. Forms: `plain` is the definition of the loss, which keeps several [slots, 49152] tensors and is
 measured up to --plain-up-to anchors only; `chunked` is the recipe as it trains, forward and backward over 32 blocks at a time
-(`blocks_at_once`); `whole` is the chunked loss with all blocks at once, whose draft activations grow with the number of anchors, and
-`recomputed` is `whole` with gradient checkpointing. The bounds checked at the end are the ones the repository promises.
+(`blocks_at_once`); `compiled` is `chunked` with torch.compile; `whole` is the chunked loss with all blocks at once, whose draft activations
+grow with the number of anchors, and `recomputed` is `whole` with gradient checkpointing. The bounds checked at the end are the ones the
+repository promises.
 """
 import argparse
 import json
@@ -19,6 +21,7 @@ import torch
 from transformers import LlamaConfig
 
 from deepspec.io import human_nbytes, run_record, write_json
+from deepspec.model.blocks import compile_around_attention
 from deepspec.model.dspark import DSparkModel, dspark_config
 from deepspec.train.losses import chunked_terms, dspark_loss, plain_terms
 from deepspec.train.optim import MasterAdamW
@@ -38,7 +41,7 @@ def samples(count, length):
     return [one() for _ in range(count)]
 
 
-FORMS = ('plain', 'chunked', 'whole', 'recomputed')
+FORMS = ('plain', 'chunked', 'compiled', 'whole', 'recomputed')
 
 
 def one_case(anchors, form, steps, length, dtype):
@@ -48,7 +51,9 @@ def one_case(anchors, form, steps, length, dtype):
     draft.init_weights(0)
     draft.to(resolve_dtype(dtype, torch.device('cpu'))).train()
     draft.gradient_checkpointing,terms = form == 'recomputed', plain_terms if form == 'plain' else chunked_terms
-    blocks_at_once = recipe.training.blocks_at_once if form == 'chunked' else None
+    if form == 'compiled':
+        for layer in draft.layers: compile_around_attention(layer)
+    blocks_at_once = recipe.training.blocks_at_once if form in ('chunked', 'compiled') else None
     optimizer = MasterAdamW(draft, recipe.optim, 100)
     stream = SampleStream(samples(2, length), 0)
     batches = iter(stream_batches(stream, [[s] for s in range(steps + 1)], StreamCollator(length, 0, anchors, recipe.draft.block_size), 'cpu'))
@@ -90,6 +95,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument('--anchors', type=int, nargs='+', default=[32, 64, 256, 512])
     parser.add_argument('--plain-up-to', type=int, default=64, help='largest number of anchors for the plain form')
+    parser.add_argument('--forms', nargs='+', choices=FORMS, default=FORMS)
     parser.add_argument('--steps', type=int, default=2)
     parser.add_argument('--length', type=int, default=640, help='tokens of the sample in a step')
     parser.add_argument('--dtype', default='auto')
@@ -100,16 +106,18 @@ def main():
         anchors,form = args.case.split(',')
         print(json.dumps(one_case(int(anchors), form, args.steps, args.length, args.dtype)))
         return
-    rows = [in_process(args, a, f) for a in args.anchors for f in FORMS if f != 'plain' or a <= args.plain_up_to]
+    rows = [in_process(args, a, f) for a in args.anchors for f in args.forms if f != 'plain' or a <= args.plain_up_to]
     print(f"{'anchors':>8} {'form':>10} {'slots':>6} {'loader':>8} {'forward+loss':>13} {'backward':>9} {'optimizer':>10} {'step':>8} {'peak':>9}")
     for r in rows:
         print(f"{r['anchors']:>8} {r['form']:>10} {r['slots']:>6} {r['loader_s']:>7.3f}s {r['forward_loss_s']:>12.3f}s {r['backward_s']:>8.3f}s "
               f"{r['optimizer_s']:>9.3f}s {r['step_s']:>7.3f}s {human_nbytes(r['peak_nbytes']):>9}")
     by = {(r['anchors'], r['form']): r for r in rows}
     ratios = {}
-    for form,bound in (('chunked', ' (at most 1.2)'), ('whole', ''), ('recomputed', '')):
+    for form,bound in (('chunked', ' (at most 1.2)'), ('compiled', ''), ('whole', ''), ('recomputed', '')):
         if {(32, form), (512, form)} <= set(by): ratios[f'peak memory, 512 over 32 anchors, {form}{bound}'] = by[512, form]['peak_nbytes']/by[32, form]['peak_nbytes']
     if {(64, 'plain'), (64, 'chunked')} <= set(by): ratios['step at 64 anchors, chunked over plain (at most 0.6)'] = by[64, 'chunked']['step_s']/by[64, 'plain']['step_s']
+    for a in args.anchors:
+        if {(a, 'chunked'), (a, 'compiled')} <= set(by): ratios[f'step at {a} anchors, compiled over chunked'] = by[a, 'compiled']['step_s']/by[a, 'chunked']['step_s']
     for name,value in ratios.items(): print(f'{name}: {value:.2f}')
     if args.out: write_json(args.out, dict(rows=rows, ratios=ratios, run=run_record(**vars(args), threads=torch.get_num_threads())))
 

@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['KEY_STEP', 'QWEN3', 'GEMMA4', 'QWEN3_KEYS', 'ContextLayout', 'context_layout', 'block_attention', 'Qwen3Rope',
            'Gemma4Rope', 'apply_rope', 'DraftAttention', 'Context', 'layout_parts', 'run_parts', 'DraftLayer',
-           'Gemma4DraftAttention', 'Gemma4MLP', 'Gemma4DraftLayer', 'Family', 'draft_family', 'draft_shape']
+           'compile_around_attention', 'Gemma4DraftAttention', 'Gemma4MLP', 'Gemma4DraftLayer', 'Family',
+           'draft_family', 'draft_shape']
 
 # %% ../../nbs/24_draft_blocks.ipynb #c003
 from collections.abc import Callable
@@ -159,11 +160,6 @@ class DraftAttention(nn.Module):
         "Keys, normed and rotated, and values [..., g, d] of either source"
         return apply_rope(self.k_norm(self.heads(self.k_proj(x))), rope), self.heads(self.v_proj(x))
 
-    def forward(self, h_NKH, context_kv, rope_NK, layout):
-        "Output [N, K, H] of the slots; `context_kv` as `kv` gives it"
-        o = block_attention(self.queries(h_NKH, rope_NK), context_kv, self.kv(h_NKH, rope_NK), layout, self.scale)
-        return self.o_proj(o.flatten(-2))
-
 # %% ../../nbs/24_draft_blocks.ipynb #c023
 class Context(NamedTuple):
     "What blocks attend to: vectors with their rope angles, or keys and values made from them before"
@@ -210,8 +206,23 @@ class DraftLayer(nn.Module):
         "Hidden states [N, K, H] after this layer; `parts` as `layout_parts` gives them"
         return run_parts(self.slots, h_NKH, context.kv(self.self_attn), rope_NK, parts)
     def slots(self, h_NKH, context_kv, rope_NK, layout):
-        h_NKH = h_NKH + self.self_attn(self.input_layernorm(h_NKH), context_kv, rope_NK, layout)
+        q,kv = self.before_attention(h_NKH, rope_NK)
+        return self.after_attention(h_NKH, block_attention(q, context_kv, kv, layout, self.self_attn.scale))
+
+    def before_attention(self, h_NKH, rope_NK):
+        x = self.input_layernorm(h_NKH)
+        return self.self_attn.queries(x, rope_NK), self.self_attn.kv(x, rope_NK)
+    def after_attention(self, h_NKH, o_NKhd):
+        h_NKH = h_NKH + self.self_attn.o_proj(o_NKhd.flatten(-2))
         return h_NKH + self.mlp(self.post_attention_layernorm(h_NKH))
+
+# %% ../../nbs/24_draft_blocks.ipynb #c026b
+def compile_around_attention(
+    layer:nn.Module, # With `before_attention` and `after_attention`
+):
+    "Compile a draft layer except its attention, once for all numbers of slots"
+    for name in ('before_attention', 'after_attention'):
+        setattr(layer, name, torch.compile(getattr(layer, name), dynamic=True))
 
 # %% ../../nbs/24_draft_blocks.ipynb #c028
 class Gemma4DraftAttention(DraftAttention):
@@ -243,21 +254,17 @@ class Gemma4MLP(nn.Module):
         self.act_fn = ACT2FN[config.hidden_activation]
     def forward(self, x): return self.down_proj(self.act_fn(self.gate_proj(x))*self.up_proj(x))
 
-class Gemma4DraftLayer(nn.Module):
+class Gemma4DraftLayer(DraftLayer):
     "Sandwich-norm residual layer, Gemma4-shaped"
     def __init__(self, config:PretrainedConfig):
-        super().__init__()
+        nn.Module.__init__(self)
         self.self_attn,self.mlp = Gemma4DraftAttention(config),Gemma4MLP(config)
         for name in ('input', 'post_attention', 'pre_feedforward', 'post_feedforward'):
             setattr(self, f'{name}_layernorm', Gemma4RMSNorm(config.hidden_size, eps=config.rms_norm_eps))
         self.register_buffer('layer_scalar', torch.ones(1))
 
-    def forward(self, h_NKH, context:Context, rope_NK, parts):
-        "Hidden states [N, K, H] after this layer; `parts` as `layout_parts` gives them"
-        return run_parts(self.slots, h_NKH, context.kv(self.self_attn), rope_NK, parts)
-    def slots(self, h_NKH, context_kv, rope_NK, layout):
-        attended = self.self_attn(self.input_layernorm(h_NKH), context_kv, rope_NK, layout)
-        h_NKH = h_NKH + self.post_attention_layernorm(attended)
+    def after_attention(self, h_NKH, o_NKhd):
+        h_NKH = h_NKH + self.post_attention_layernorm(self.self_attn.o_proj(o_NKhd.flatten(-2)))
         h_NKH = h_NKH + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(h_NKH)))
         return h_NKH*self.layer_scalar
 

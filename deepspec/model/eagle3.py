@@ -95,10 +95,15 @@ class Eagle3Layer(nn.Module):
 
     def forward(self, embed, h, rope, attend, past=None):
         "The new hidden state and this pass's keys and values; `attend(queries, kv, past)` decides who is seen"
+        q,kv = self.before_attention(embed, h, rope)
+        return self.after_attention(h, attend(q, kv, past)), kv
+
+    def before_attention(self, embed, h, rope):
         x = torch.cat([self.input_layernorm(embed), self.hidden_norm(h)], -1)
-        kv = self.self_attn.kv(x, rope)
-        h = h + self.self_attn.o_proj(attend(self.self_attn.queries(x, rope), kv, past).flatten(-2))
-        return h + self.mlp(self.post_attention_layernorm(h)), kv
+        return self.self_attn.queries(x, rope), self.self_attn.kv(x, rope)
+    def after_attention(self, h, o):
+        h = h + self.self_attn.o_proj(o.flatten(-2))
+        return h + self.mlp(self.post_attention_layernorm(h))
 
 # %% ../../nbs/26_eagle3.ipynb #c012
 class Eagle3Model(DraftModel):

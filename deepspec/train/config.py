@@ -28,7 +28,7 @@ class TrainConfig:
     dtype:str='bf16' # bf16, fp32, or auto: bf16 where the hardware multiplies it fast
     parallel:str='ddp' # ddp or fsdp, where there are several ranks
     gradient_checkpointing:bool=False # Recompute layers in backward to save memory
-    compile:bool=False # torch.compile the draft's layers
+    compile:bool=False # torch.compile the draft's layers around their attention
     loss_chunk:int=256 # Slots whose logits exist at one time
     blocks_at_once:int|None=None # Blocks whose activations exist at one time; None for all of a micro-batch
     num_workers:int=0 # Reader processes

@@ -22,6 +22,7 @@ from torch.utils.tensorboard import SummaryWriter
 from ..cache.format import validate_train_cache
 from ..cache.reader import CacheDataset
 from ..io import Progress, read_json, run_record, write_json
+from ..model.blocks import compile_around_attention
 from ..model.drafts import draft_from_target
 from ..model.dspark import DSparkConfig
 from ..model.target import Target, capture, load_target
@@ -116,7 +117,7 @@ def prepare_module(
     draft = draft.to(ranks.device).train() if sharded else draft.to(ranks.device, dtype).train()
     draft.gradient_checkpointing = t.gradient_checkpointing
     if t.compile:
-        for layer in draft.layers: layer.compile()
+        for layer in draft.layers: compile_around_attention(layer)
     module = DraftTraining(draft, recipe.loss, t.loss_chunk)
     if not sharded: return module
     for frozen in (draft.embed_tokens, draft.lm_head): frozen.to(dtype)
