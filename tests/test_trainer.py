@@ -62,6 +62,19 @@ def test_how_a_step_is_cut_does_not_change_it(job, tmp_path, changes):
     assert losses(tmp_path/'run') == pytest.approx(losses(job.one), rel=2e-5)
 
 
+@pytest.mark.slow # the compiler takes ten seconds and more
+@pytest.mark.skipif(shutil.which('g++') is None, reason='torch.compile needs a C++ compiler on a CPU')
+@pytest.mark.parametrize('kind,changes', [('dspark', {}), ('dspark', dict(blocks_at_once=3, gradient_checkpointing=True)), ('eagle3', {})], ids=str)
+def test_compiled_layers_compute_the_same(tmp_path, kind, changes):
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    recipe,cache = toy_job(tmp_path, kind, **changes)
+    train(recipe, cache=cache, out_dir=tmp_path/'plain', device='cpu')
+    train(with_training(recipe, compile=True), cache=cache, out_dir=tmp_path/'compiled', device='cpu')
+    assert losses(tmp_path/'compiled') == pytest.approx(losses(tmp_path/'plain'), rel=1e-5)
+    assert 0 < torch._dynamo.utils.counters['stats']['unique_graphs'] <= 6  # not one for each number of slots
+
+
 def test_bf16_with_fp32_masters_follows_fp32(job, tmp_path):
     train(with_training(job.recipe, dtype='bf16'), cache=job.cache, out_dir=tmp_path/'run', device='cpu')
     assert losses(tmp_path/'run') == pytest.approx(losses(job.one), rel=.03)
