@@ -7,7 +7,7 @@ __all__ = ['cache_home', 'fsync_dir', 'atomic_open', 'write_json', 'read_json', 
            'human_nbytes', 'check_free_space', 'cpu_name', 'run_record', 'Progress']
 
 # %% ../nbs/00_io.ipynb #c003
-import json, os, platform, shutil, socket, subprocess, sys, tempfile, time
+import glob, json, os, platform, shutil, socket, subprocess, sys, tempfile, time
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -28,6 +28,19 @@ def fsync_dir(
     try: os.fsync(fd)
     finally: os.close(fd)
 
+def _alive(pid:int)->bool:
+    "Whether a process with this id runs on this host"
+    try: os.kill(pid, 0)
+    except ProcessLookupError: return False
+    except PermissionError: return True
+    return True
+
+def _remove_leftovers(path:Path):
+    "Delete temporary files of `path` whose writers on this host were killed"
+    for tmp in path.parent.glob(f'.{glob.escape(path.name)}.{glob.escape(socket.gethostname())}.*.tmp'):
+        pid = tmp.name.split('.')[-3]
+        if pid.isdecimal() and not _alive(int(pid)): tmp.unlink(missing_ok=True)
+
 @contextmanager
 def atomic_open(
     path:str|os.PathLike, # File to create or replace
@@ -36,7 +49,9 @@ def atomic_open(
     "An open file that becomes `path` when the block ends, and vanishes when the block raises"
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    fd,tmp = tempfile.mkstemp(dir=path.parent, prefix=f'.{path.name}.', suffix='.tmp')
+    _remove_leftovers(path)
+    prefix = f'.{path.name}.{socket.gethostname()}.{os.getpid()}.'
+    fd,tmp = tempfile.mkstemp(dir=path.parent, prefix=prefix, suffix='.tmp')
     try:
         text = 'b' not in mode
         with open(fd, mode, encoding='utf-8' if text else None, newline='\n' if text else None) as f:
@@ -93,13 +108,6 @@ def checksum_file(
     return h.hexdigest()
 
 # %% ../nbs/00_io.ipynb #c019
-def _alive(pid:int)->bool:
-    "Whether a process with this id runs on this host"
-    try: os.kill(pid, 0)
-    except ProcessLookupError: return False
-    except PermissionError: return True
-    return True
-
 def _claim(path:Path)->bool:
     "Create the lock file; False if somebody else was first"
     try: fd = os.open(path, os.O_CREAT|os.O_EXCL|os.O_WRONLY)
