@@ -150,3 +150,22 @@ def test_two_ranks_resume_exactly(config, tmp_path, how):
     assert [f for f in resumed if f['kind'] == 'train'] == [f for f in figures if f['kind'] == 'train']
     assert resumed[-1] == figures[-1]
     assert all(parts['state_dict'][n].equal(t) for n, t in whole['state_dict'].items())
+
+
+@pytest.mark.parametrize('name,value', [
+    ('max_length', -3), ('chunk_size', 0), ('max_samples', 0), ('max_eval_samples', 0), ('max_steps', -1),
+    ('warmup_steps', -4), ('save_steps', -1), ('bptt_chunks', -1), ('weight_decay', -.1), ('lr', 0.),
+    ('max_grad_norm', -1.), ('memory_layers', 'x')])
+def test_settings_that_cannot_be_are_refused(name, value):
+    with pytest.raises(ValueError, match=f'TrainingConfig: {name}={value} must be'): TrainingConfig(**{name: value})
+
+
+def test_checkpoints_that_do_not_fit_are_named(config):
+    train_babilong(config)
+    folder = Path(config.output_dir)
+    with pytest.raises(ValueError, match='batch_size=0'): evaluate_checkpoint(folder, batch_size=0)
+    saved = json.loads((folder/'config.json').read_text())
+    (folder/'config.json').write_text(json.dumps(saved | dict(memory_head_dim=8)))
+    with pytest.raises(ValueError, match='has other shapes of layers.0.long_term_memory'): evaluate_checkpoint(folder)
+    (folder/'full_checkpoint.pt').write_bytes(b'not a checkpoint')
+    with pytest.raises(ValueError, match='not a checkpoint'): evaluate_checkpoint(folder)

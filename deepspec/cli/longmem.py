@@ -76,5 +76,6 @@ def babilong_show(
     from deepspec.longmem.tasks import tiny_tokenizer
     from deepspec.longmem.view import show_sample
     from deepspec.model.target import load_tokenizer
+    if chunk_size < 1: raise ValueError(f"--chunk-size {chunk_size} must be at least 1")
     loaded = load_tokenizer(tokenizer) if tokenizer else tiny_tokenizer()
     print(show_sample(BABILongDataset(source, loaded, max_length=max_length), row, chunk_size))

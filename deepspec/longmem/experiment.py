@@ -16,7 +16,7 @@ from ..io import read_json, run_record, write_json
 from .train import TrainingConfig, evaluate_checkpoint, load_run, train_babilong
 
 # %% ../../nbs/75_memory_experiment.ipynb #c006
-CURRICULUM = '64:220:32:32,1024:160:8:256'
+CURRICULUM = '64:320:32:32,1024:160:8:256'
 
 def experiment_config(
     out:str|Path,       # Folder of one seed

@@ -6,10 +6,10 @@
 __all__ = ['FAMILIES', 'MEMORY_NAMES', 'MEMORY_MODES', 'tiny_qwen', 'save_tiny_qwen', 'Decoding', 'StreamLayer', 'TitansOutput',
            'shift_labels', 'labelled', 'default_memory_layers', 'check_backbone', 'checked_inputs', 'check_rotary',
            'StreamingGeneration', 'ChunkedQwen', 'QwenTitansForBABILong', 'is_memory_name', 'memory_state_dict',
-           'load_memory_state']
+           'load_weights', 'check_weights', 'load_memory_state', 'load_full_state']
 
 # %% ../../nbs/72_titans.ipynb #c003
-import inspect, warnings
+import inspect, pickle, warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -41,9 +41,9 @@ def tiny_qwen(
     "A small random Qwen with tied embeddings, fp32"
     config_class,model_class = FAMILIES[family]
     config = config_class(vocab_size=vocab_size, hidden_size=hidden_size, intermediate_size=2*hidden_size,
-                          num_hidden_layers=num_layers, num_attention_heads=4, num_key_value_heads=4,
+                          num_hidden_layers=num_layers, num_attention_heads=8, num_key_value_heads=8,
                           max_position_embeddings=32768, tie_word_embeddings=True, initializer_range=.05,
-                          attn_implementation='sdpa', **(dict(head_dim=hidden_size//2) if family == 'qwen3' else {}))
+                          attn_implementation='sdpa', **(dict(head_dim=hidden_size//4) if family == 'qwen3' else {}))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return model_class(config).eval()
@@ -212,8 +212,8 @@ class StreamingGeneration:
         ids = input_ids.reshape(1, -1)
         if not ids.shape[1]: raise ValueError("the prompt is empty; give at least one token")
         checked_inputs(ids, None, None, memory)
-        states,decoding,parts,token = (None,)*len(self.layers),Decoding(self.chunk_size),ids.split(self.chunk_size,
-            1),None
+        states,decoding,token = (None,)*len(self.layers),Decoding(self.chunk_size),None
+        parts = ids.split(self.chunk_size, 1)
         for _ in range((num_prefill_chunks or 0) - len(parts)):
             self.run_chunk(ids[:, :1], torch.zeros_like(ids[:, :1]), states, memory)
         for n in range(len(parts) + max_new_tokens - 1):
@@ -360,20 +360,49 @@ def memory_state_dict(
     "The weights that `final_memory_checkpoint.pt` holds, on the CPU"
     return {n: t.detach().cpu() for n,t in state_dict.items() if is_memory_name(n)}
 
-def load_memory_state(
-    model:QwenTitansForBABILong, # Model to fill
-    path:str|Path,               # A memory checkpoint
-)->int: # Its `global_step`
-    "Fill the memories from a file; `ValueError` names what is missing, unknown or of another shape"
-    if not Path(path).exists(): raise ValueError(f"{path}: no such file; give a run's final_memory_checkpoint.pt")
-    saved = torch.load(path, map_location='cpu', weights_only=True)
-    own,found = memory_state_dict(model.state_dict()),saved['memory_state_dict']
+def load_weights(
+    path:str|Path, # A checkpoint
+    key:str,       # What it must hold
+)->dict: # The whole file
+    "A checkpoint on the CPU; `ValueError` for a file that is none or holds something else"
+    if not Path(path).exists(): raise ValueError(f"{path}: no such file; let the training run finish")
+    try: saved = torch.load(path, map_location='cpu', weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as e:
+        raise ValueError(f"{path}: not a checkpoint ({type(e).__name__}); copy it again from the run") from None
+    if not isinstance(saved, dict) or key not in saved:
+        raise ValueError(f"{path}: holds no {key}; give the file that the training run wrote")
+    return saved
+
+def check_weights(
+    path:str|Path, # The file, for the message
+    own:dict,      # Weights of the model
+    found:dict,    # Weights of the file
+):
+    "`ValueError` names what is missing, unknown or of another shape"
     shapes = sorted(n for n in own.keys() & found.keys() if own[n].shape != found[n].shape)
     faults = (('lacks', own.keys() - found.keys()), ('has unknown', found.keys() - own.keys()),
               ('has other shapes of', shapes))
     for what,names in faults:
         if names:
             raise ValueError(f"{path}: {what} {', '.join(sorted(names)[:3])}{' ...' if len(names) > 3 else ''}; load "
-                             "it into a model with the memory layers and shapes it was trained with (see config.json)")
-    model.load_state_dict(found, strict=False)
+                             "it into a model with the layers and shapes it was trained with (see config.json)")
+
+def load_memory_state(
+    model:QwenTitansForBABILong, # Model to fill
+    path:str|Path,               # A memory checkpoint
+)->int: # Its `global_step`
+    "Fill the memories from a file; `ValueError` where it does not fit"
+    saved = load_weights(path, 'memory_state_dict')
+    check_weights(path, memory_state_dict(model.state_dict()), saved['memory_state_dict'])
+    model.load_state_dict(saved['memory_state_dict'], strict=False)
     return saved['global_step']
+
+def load_full_state(
+    model:QwenTitansForBABILong, # Model to fill, its backbone too
+    path:str|Path,               # A full checkpoint
+):
+    "Fill the whole model from a file, as strictly as `load_memory_state`"
+    saved = load_weights(path, 'state_dict')['state_dict']
+    check_weights(path, model.state_dict(), saved)
+    model.load_state_dict(saved)
+

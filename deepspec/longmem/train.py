@@ -34,7 +34,8 @@ from .babilong import (BABILongDataset, GeneratedRows, IGNORE, collate_babilong,
                                        split_babilong)
 from .memory import MemoryConfig
 from .model import QwenTitansForBABILong, tiny_qwen
-from .model import is_memory_name, load_memory_state, memory_state_dict
+from .model import (is_memory_name, load_full_state, load_memory_state, load_weights,
+                                   memory_state_dict)
 from .tasks import task_named, tiny_tokenizer
 from ..model.target import load_tokenizer
 
@@ -88,11 +89,15 @@ class TrainingConfig:
     def logging_steps(self)->int: return math.ceil(self.log_every_batches/self.gradient_accumulation_steps)
 
     def __post_init__(self):
-        for name in ('batch_size', 'gradient_accumulation_steps', 'num_epochs', 'log_every_batches', 'eval_steps',
-                     'max_bad_steps'):
-            if (v := getattr(self, name)) < 1: raise ValueError(f"TrainingConfig: {name}={v} must be at least 1")
-        if self.key_lr_scale < 0:
-            raise ValueError(f"TrainingConfig: key_lr_scale={self.key_lr_scale} must be at least 0")
+        def check(names, fits, what):
+            for name in names.split():
+                if (v := getattr(self, name)) is not None and not fits(v):
+                    raise ValueError(f"TrainingConfig: {name}={v} must be {what}")
+        check('max_length chunk_size batch_size gradient_accumulation_steps num_epochs max_samples max_eval_samples '
+              'max_steps log_every_batches eval_steps max_bad_steps', lambda v: v >= 1, 'at least 1')
+        check('key_lr_scale warmup_steps weight_decay save_steps bptt_chunks', lambda v: v >= 0, 'at least 0')
+        check('lr max_grad_norm', lambda v: v > 0, 'above 0')
+        check('memory_layers', lambda v: re.fullmatch(r'(\d+(,\d+)*)?', v), 'comma-separated numbers such as 7,14,21')
         for name,allowed in (('memory', ('on', 'off')), ('dtype', ('float32', 'bfloat16'))):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"TrainingConfig: {name}={getattr(self, name)!r}; expected {' or '.join(allowed)}")
@@ -150,7 +155,7 @@ def stages(
     "The stages of a run; `ValueError` shows the form of a curriculum"
     if not config.curriculum:
         return (Stage(max_length=config.max_length, batch_size=config.batch_size, chunk_size=config.chunk_size),)
-    if not re.fullmatch(r'(\d+:\d+(:\d+){0,2})(,\d+:\d+(:\d+){0,2})*', config.curriculum):
+    if not re.fullmatch(r'(N:N(:N){0,2})(,N:N(:N){0,2})*'.replace('N', r'[1-9]\d*'), config.curriculum):
         raise ValueError(f"curriculum={config.curriculum!r}; expected LENGTH:STEPS[:BATCH[:CHUNK]],... "
                          "such as 1024:200,4096:100:2")
     out = []
@@ -333,7 +338,7 @@ def parameter_groups(
     key_lr_scale:float, # Share of the learning rate for the memories' query and key projections
 )->list: # One dict for each group, for an optimizer
     "Trained weights, each group with its `lr_scale`; a group without weights is left out"
-    groups = (dict(params=[], lr_scale=1.), dict(params=[], lr_scale=key_lr_scale))
+    groups:list[dict] = [dict(params=[], lr_scale=1.), dict(params=[], lr_scale=key_lr_scale)]
     for name,p in model.named_parameters():
         slow = is_memory_name(name) and name.split('.')[-2] in ('q_proj', 'k_proj')
         if p.requires_grad: groups[slow]['params'].append(p)
@@ -468,7 +473,7 @@ def load_resume(
     "Fill model and optimizer from `resume.pt`; `ValueError` if it belongs to other settings"
     path = Path(config.output_dir)/'resume.pt'
     if not path.exists(): raise ValueError(f"{path}: no resume point; run with save_steps first, or without resume")
-    saved = torch.load(path, map_location='cpu', weights_only=True)
+    saved = load_weights(path, 'position')
     now = asdict(config) | dict(world_size=ranks.world_size)
     then = saved['config'] | dict(world_size=saved['world_size'])
     changed = [f'{k} {then[k]!r} -> {now[k]!r}' for k in now if k not in _MAY_CHANGE and then.get(k) != now[k]]
@@ -654,9 +659,7 @@ def load_run(
     config = TrainingConfig(**{f.name: saved[f.name] for f in fields(TrainingConfig) if f.name in saved})
     model,tokenizer = build_model(config)
     if config.train_base:
-        if not (path := folder/'full_checkpoint.pt').exists():
-            raise ValueError(f"{path}: no such file; let the run finish, or resume it")
-        model.load_state_dict(torch.load(path, map_location='cpu', weights_only=True)['state_dict'])
+        load_full_state(model, folder/'full_checkpoint.pt')
     else: load_memory_state(model, folder/'final_memory_checkpoint.pt')
     return model.eval(),tokenizer,config
 
@@ -673,7 +676,10 @@ def evaluate_checkpoint(
     generate:bool=True,    # Also let the model write its answers
     out:str|None=None,     # JSON file for the result
 )->dict: # The three figures, with the settings they belong to
-    "Evaluate the model of a run on any rows at any length"
+    "Evaluate the model of a run on any rows at any length; `ValueError` for sizes below 1"
+    for name,v in dict(max_length=max_length, chunk_size=chunk_size, max_samples=max_samples,
+                       batch_size=batch_size).items():
+        if v is not None and v < 1: raise ValueError(f"{name}={v} must be at least 1")
     model,tokenizer,config = load_run(run_dir)
     if torch.cuda.is_available(): model.cuda()
     last = stages(config)[-1]
