@@ -12,7 +12,7 @@ from deepspec.model.target import save_toy_target
 
 def deepspec(*arguments, **kwargs):
     "Run the command and wait"
-    return subprocess.run([sys.executable, '-m', 'deepspec.cli.main', *map(str, arguments)], capture_output=True, text=True, timeout=120, **kwargs)
+    return subprocess.run([sys.executable, '-m', 'deepspec', *map(str, arguments)], capture_output=True, text=True, timeout=120, **kwargs)
 
 
 def refused(result, *words):
@@ -168,13 +168,13 @@ def test_calibrate_sweep_and_schedule_follow_an_evaluation(measured, toy):
     assert done.returncode == 0 and 'ECE before' in done.stdout, done.stderr
     temperatures = json.loads((measured/'dspark'/'step_1'/'confidence_calibration.json').read_text())['temperatures']
     done = deepspec('sweep', 'sample', '--draft', named, '--out', measured/'eval'/'threshold_sweep.json', '--target', toy,
-                    '--threshold', 0, '--threshold', 1, '--max-new-tokens', 12, '--num-prompts', 1, '--json')
+                    '--confidence-threshold', 0, '--confidence-threshold', 1, '--max-new-tokens', 12, '--num-prompts', 1, '--json')
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found == json.loads((measured/'eval'/'threshold_sweep.json').read_text())
     assert found['run']['config']['confidence_temperatures'] == temperatures and found['num_prompts'] == 4
     assert [p['verified_per_cycle'] > 0 for p in found['points']] == [True, False]
-    done = deepspec('schedule', measured/'eval'/'cycles.jsonl', '--draft', named, '--target', toy, '--max-tokens', 20,
+    done = deepspec('schedule', measured/'eval'/'cycles.jsonl', '--draft', named, '--target', toy, '--max-pass-tokens', 20,
                     '--concurrency', 1, '--concurrency', 4, '--out', measured/'eval'/'schedule.json', '--num-steps', 10)
     assert done.returncode == 0 and done.stdout.splitlines()[0].split()[-2:] == ['1', '4'], done.stderr
     again = deepspec('schedule', measured/'eval'/'cycles.jsonl', '--draft', 'dspark', '--concurrency', 2, '--out',
@@ -203,10 +203,10 @@ def test_measuring_mistakes(measured, toy, tmp_path):
     assert not (tmp_path/'s.json').exists()
     refused(deepspec('calibrate', cycles, '--draft', dflash), "'dflash'", 'dspark')
     refused(deepspec('schedule', cycles, '--draft', dflash, '--target', toy), 'confidence_calibration.json', 'calibrate')
-    refused(deepspec('schedule', cycles, '--draft', 'dspark', '--target', toy, '--max-tokens', 4), 'profile larger passes')
+    refused(deepspec('schedule', cycles, '--draft', 'dspark', '--target', toy, '--max-pass-tokens', 4), 'profile larger passes')
     refused(deepspec('evaluate', 'a.jsonl', 'b/a.jsonl', '--out', tmp_path/'e', '--target', toy), 'given twice')
 
 
 def test_the_public_protocol_names_what_is_missing(toy, tmp_path):
-    refused(deepspec('evaluate', tmp_path, '--recipe', 'public', '--out', tmp_path/'e', '--target', toy), 'gsm8k.jsonl')
-    refused(deepspec('evaluate', tmp_path, '--recipe', 'mine', '--out', tmp_path/'e', '--target', toy), 'choose public')
+    refused(deepspec('evaluate', tmp_path, '--protocol', 'public', '--out', tmp_path/'e', '--target', toy), 'gsm8k.jsonl')
+    refused(deepspec('evaluate', tmp_path, '--protocol', 'mine', '--out', tmp_path/'e', '--target', toy), 'choose public')
