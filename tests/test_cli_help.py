@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from conftest import ROOT
 from typer.main import get_command
 
 from deepspec.cli.main import app, main
@@ -133,3 +134,30 @@ def test_python_m_deepspec_is_the_command():
     asked = [subprocess.run([sys.executable, '-m', m, 'plan', '--help'], capture_output=True, text=True).stdout
              for m in ('deepspec', 'deepspec.cli.main')]
     assert asked[0] == asked[1] != ''
+
+
+def guide():
+    return (ROOT/'docs'/'guides'/'command-line.md').read_text(encoding='utf-8')
+
+
+def test_the_guide_lists_the_commands_in_their_order():
+    rows = [line for line in guide().splitlines() if line.startswith('| `deepspec ')]
+    named = [tuple(c.split()) for row in rows for c in re.findall(r'`deepspec ([a-z ]+)`', row)]
+    assert named == [path for path, _ in LEAVES]
+
+
+def test_the_guide_names_every_dry_run():
+    row = next(line for line in guide().splitlines() if line.startswith('| `--dry-run`'))
+    assert set(re.findall(r'`([a-z ]+)`', row)) == {' '.join(p) for p, c in LEAVES if '--dry-run' in flags(c)}
+
+
+@pytest.mark.parametrize('name', ['README.md', *(f'docs/guides/{p.name}' for p in sorted((ROOT/'docs'/'guides').glob('*.md')))])
+def test_command_lines_in_the_docs_parse(name):
+    "Every `deepspec …` line of a bash block is accepted by today's parser"
+    blocks = re.findall(r'```(?:bash|sh)\n(.*?)```', (ROOT/name).read_text(encoding='utf-8'), re.S)
+    for block in blocks:
+        for line in re.sub(r'\\\n\s*', ' ', block).splitlines():
+            found = re.search(r'(?:^|&& |\$\()(?:torchrun .*?-m |python -m )?deepspec (?!\.)(.*)', line)
+            if not found or '…' in line: continue
+            text = re.split(r' &| \||>|\)$|#', re.sub(r'\$\(for .*done\)', '', found[1]))[0]
+            parse([w for w in shlex.split(text) if w not in ('--version', '--help')])

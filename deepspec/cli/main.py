@@ -6,7 +6,9 @@
 __all__ = ['app', 'COMMANDS', 'PipelineOrder', 'common', 'quickstart', 'doctor', 'main']
 
 # %% ../../nbs/81_cli.ipynb #c003
+import sys
 from collections.abc import Callable
+from contextlib import nullcontext, redirect_stdout
 from typing import Annotated
 
 import typer
@@ -59,7 +61,7 @@ def quickstart(
                  target=None if smoke else target)
     settings = quickstart_settings(smoke, seed=seed, **{k: v for k,v in given.items() if v is not None})
     if dry_run: return show(settings, as_json)
-    done = run_quickstart(out, settings)
+    with redirect_stdout(sys.stderr) if as_json else nullcontext(): done = run_quickstart(out, settings)
     if as_json: show(done, True)
 
 def doctor(
