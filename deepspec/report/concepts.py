@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['THEMES', 'ANSWER', 'GUESSES', 'MARKS', 'QWEN3_4B', 'SHORT', 'CONCEPT_FIGURES', 'theme_settings', 'write_figures',
-           'figure_texts', 'played_cycles', 'word_box', 'plot_cycles', 'cycle_figure', 'drawn_cycles',
+           'figure_texts', 'played_cycles', 'one_panel', 'word_box', 'plot_cycles', 'cycle_figure', 'drawn_cycles',
            'expected_length', 'acceptance_rate_figure', 'acceptance_length_figure', 'plot_sample_layout',
            'cache_figure', 'overconfident_cycles', 'plot_reliability', 'calibration_figure']
 
@@ -85,6 +85,16 @@ def played_cycles(
     return played
 
 # %% ../../nbs/50c_concept_figures.ipynb #c011
+def one_panel(
+    size:tuple, # Width and height in inches
+    plot, # Draws on `ax`
+    *args, # Of `plot`, before its `ax`
+)->Figure:
+    "A figure of one panel, filled by `plot`"
+    fig,ax = plt.subplots(figsize=size)
+    plot(*args, ax=ax)
+    return fig
+
 MARKS = dict(anchor='', accepted=' ✓', rejected=' ✗', unused='', bonus=' ★') # what colour alone must not say
 
 def word_box(
@@ -121,9 +131,7 @@ def plot_cycles(
 
 def cycle_figure()->Figure:
     "Cycles of a made-up draft, judged by the real verifier"
-    fig,ax = plt.subplots(figsize=(7, 2.9))
-    plot_cycles(played_cycles(), ax)
-    return fig
+    return one_panel((7, 2.9), plot_cycles, played_cycles())
 
 # %% ../../nbs/50c_concept_figures.ipynb #c014
 def drawn_cycles(
@@ -200,9 +208,7 @@ def plot_sample_layout(
 
 def cache_figure()->Figure:
     "Where the bytes of one sample lie, at the size of Qwen3-4B with five layers"
-    fig,ax = plt.subplots(figsize=(7, 3.9))
-    plot_sample_layout(ax)
-    return fig
+    return one_panel((7, 3.9), plot_sample_layout)
 
 # %% ../../nbs/50c_concept_figures.ipynb #c020
 def overconfident_cycles(
@@ -237,9 +243,7 @@ def calibration_figure()->Figure:
     outcomes = rest.accepted_NK[:, 1]
     bins = {name: reliability(survival_chances(rest.logits_NK, t)[:, 1], outcomes)
             for name,t in (('raw', None), ('calibrated', fit_temperatures(fit)))}
-    fig,ax = plt.subplots(figsize=(4.4, 3.6))
-    plot_reliability(bins, ax)
-    return fig
+    return one_panel((4.4, 3.6), plot_reliability, bins)
 
 # %% ../../nbs/50c_concept_figures.ipynb #c023
 CONCEPT_FIGURES = dict(cycle=cycle_figure, cache_layout=cache_figure, acceptance_rate=acceptance_rate_figure,

@@ -143,7 +143,8 @@ def read_parts(
     "Parts of the pipeline; `ValueError` unless every page is in exactly one"
     parts = yaml.safe_load(Path(path).read_text(encoding='utf-8'))
     named = Counter(p for part in parts for p in part['pages'])
-    wrong = [f'{p} is missing' for p in pages if p not in named] + [f'{p} has no notebook' for p in named if p not in pages]
+    wrong = [f'{p} is missing' for p in pages if p not in named]
+    wrong += [f'{p} has no notebook' for p in named if p not in pages]
     wrong += [f'{p} stands there {n} times' for p,n in named.items() if n > 1]
     if wrong: raise ValueError(f"{path}: {'; '.join(wrong)}")
     return parts
