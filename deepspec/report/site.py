@@ -156,7 +156,8 @@ def part_page(
     "A part of the pipeline: what it does, and its notebooks with their purpose"
     rows = [f'[{pages[p][0]}](../nbs/{p}.ipynb)\n: {pages[p][1]}\n' for p in part['pages']]
     toctree = '\n'.join(f'/nbs/{p}' for p in part['pages'])
-    return '\n'.join([f"# {part['title']}\n\n> {part['purpose']}\n", *rows, f'```{{toctree}}\n:hidden:\n\n{toctree}\n```\n'])
+    return '\n'.join([f"# {part['title']}\n\n> {part['purpose']}\n", *rows,
+                      f'```{{toctree}}\n:hidden:\n\n{toctree}\n```\n'])
 
 # %% ../../nbs/52_site.ipynb #c024
 def write_pages(
