@@ -157,7 +157,7 @@ def test_command_lines_in_the_docs_parse(name):
     blocks = re.findall(r'```(?:bash|sh)\n(.*?)```', (ROOT/name).read_text(encoding='utf-8'), re.S)
     for block in blocks:
         for line in re.sub(r'\\\n\s*', ' ', block).splitlines():
-            found = re.search(r'(?:^|&& |\$\()(?:torchrun .*?-m |python -m )?deepspec (?!\.)(.*)', line)
+            found = re.search(r'(?:^|&& |\$\()(?:(?:torchrun .*?-m |python -m )?deepspec|run) (?![.(])(.*)', line)
             if not found or '…' in line: continue
-            text = re.split(r' &| \||>|\)$|#', re.sub(r'\$\(for .*done\)', '', found[1]))[0]
+            text = re.split(r' &| \||>|\)$|#', re.sub(r'\$\(for .*done\)| \$[a-z]+', '', found[1]))[0]
             parse([w for w in shlex.split(text) if w not in ('--version', '--help')])
