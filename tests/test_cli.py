@@ -7,12 +7,13 @@ import sys
 import pytest
 from fake_server import FakeServer
 
+from deepspec.cli.main import main
 from deepspec.model.target import save_toy_target
 
 
 def deepspec(*arguments, **kwargs):
     "Run the command and wait"
-    return subprocess.run([sys.executable, '-m', 'deepspec.cli.main', *map(str, arguments)], capture_output=True, text=True, timeout=120, **kwargs)
+    return subprocess.run([sys.executable, '-m', 'deepspec', *map(str, arguments)], capture_output=True, text=True, timeout=120, **kwargs)
 
 
 def refused(result, *words):
@@ -168,13 +169,13 @@ def test_calibrate_sweep_and_schedule_follow_an_evaluation(measured, toy):
     assert done.returncode == 0 and 'ECE before' in done.stdout, done.stderr
     temperatures = json.loads((measured/'dspark'/'step_1'/'confidence_calibration.json').read_text())['temperatures']
     done = deepspec('sweep', 'sample', '--draft', named, '--out', measured/'eval'/'threshold_sweep.json', '--target', toy,
-                    '--threshold', 0, '--threshold', 1, '--max-new-tokens', 12, '--num-prompts', 1, '--json')
+                    '--confidence-threshold', 0, '--confidence-threshold', 1, '--max-new-tokens', 12, '--num-prompts', 1, '--json')
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found == json.loads((measured/'eval'/'threshold_sweep.json').read_text())
     assert found['run']['config']['confidence_temperatures'] == temperatures and found['num_prompts'] == 4
     assert [p['verified_per_cycle'] > 0 for p in found['points']] == [True, False]
-    done = deepspec('schedule', measured/'eval'/'cycles.jsonl', '--draft', named, '--target', toy, '--max-tokens', 20,
+    done = deepspec('schedule', measured/'eval'/'cycles.jsonl', '--draft', named, '--target', toy, '--max-pass-tokens', 20,
                     '--concurrency', 1, '--concurrency', 4, '--out', measured/'eval'/'schedule.json', '--num-steps', 10)
     assert done.returncode == 0 and done.stdout.splitlines()[0].split()[-2:] == ['1', '4'], done.stderr
     again = deepspec('schedule', measured/'eval'/'cycles.jsonl', '--draft', 'dspark', '--concurrency', 2, '--out',
@@ -203,10 +204,49 @@ def test_measuring_mistakes(measured, toy, tmp_path):
     assert not (tmp_path/'s.json').exists()
     refused(deepspec('calibrate', cycles, '--draft', dflash), "'dflash'", 'dspark')
     refused(deepspec('schedule', cycles, '--draft', dflash, '--target', toy), 'confidence_calibration.json', 'calibrate')
-    refused(deepspec('schedule', cycles, '--draft', 'dspark', '--target', toy, '--max-tokens', 4), 'profile larger passes')
+    refused(deepspec('schedule', cycles, '--draft', 'dspark', '--target', toy, '--max-pass-tokens', 4), 'profile larger passes')
     refused(deepspec('evaluate', 'a.jsonl', 'b/a.jsonl', '--out', tmp_path/'e', '--target', toy), 'given twice')
 
 
 def test_the_public_protocol_names_what_is_missing(toy, tmp_path):
-    refused(deepspec('evaluate', tmp_path, '--recipe', 'public', '--out', tmp_path/'e', '--target', toy), 'gsm8k.jsonl')
-    refused(deepspec('evaluate', tmp_path, '--recipe', 'mine', '--out', tmp_path/'e', '--target', toy), 'choose public')
+    refused(deepspec('evaluate', tmp_path, '--protocol', 'public', '--out', tmp_path/'e', '--target', toy), 'gsm8k.jsonl')
+    refused(deepspec('evaluate', tmp_path, '--protocol', 'mine', '--out', tmp_path/'e', '--target', toy), 'choose public')
+
+
+def said(capsys, *arguments):
+    "Exit code and the JSON object that a command prints, in this process"
+    with pytest.raises(SystemExit) as end: main([*arguments, '--json'])
+    return end.value.code or 0, json.loads(capsys.readouterr().out)
+
+
+def test_dry_runs_write_nothing(rows, toy, measured, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, left = said(capsys, 'regenerate', rows, '--out', 'o/t.jsonl', '--target', 'Qwen/Qwen3-4B', '--top-k', 7, '--dry-run')
+    assert code == 0 and left['pending'] == left['input_rows'] == 4 and left['sampling']['top_k'] == 7
+    assert said(capsys, 'cache', 'build', rows, '--out', 'c', '--target', toy, '--layers', '0,1', '--dry-run')[1]['num_samples'] == 4
+    assert said(capsys, 'train', 'dspark_toy', '--dry-run')[1]['name'] == 'dspark_toy'
+    assert said(capsys, 'quickstart', '--smoke', '--out', 'q', '--dry-run')[1]['train_rows']
+    planned = said(capsys, 'evaluate', 'sample', '--out', 'e', '--draft', f'dspark={measured}/dspark/step_1', '--num-prompts', 2, '--dry-run')[1]
+    assert set(planned['prompts'].values()) == {2} and list(planned['drafts']) == ['dspark']
+    with pytest.raises(SystemExit): main(['serve', '--dry-run', '--engine', 'vllm', '--num-servers', 2, '--port', 81])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.startswith(f'CUDA_VISIBLE_DEVICES={i} ') and f'--port {81 + i} ' in line for i, line in enumerate(lines)] == [True, True]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_script_reads_every_fault(measured, rows, toy, tmp_path, capsys):
+    done = deepspec('cache', 'build', rows, '--out', tmp_path/'c', '--target', toy, '--layers', '0,1')
+    assert done.returncode == 0, done.stderr
+    assert said(capsys, 'cache', 'verify', tmp_path/'c', '--full') == (0, dict(sound=True, full=True, problems=[]))
+    assert said(capsys, 'cache', 'repair', tmp_path/'c')[1] == {}
+    shard = next((tmp_path/'c').glob('shard-*.bin'))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    code, found = said(capsys, 'cache', 'verify', tmp_path/'c')
+    assert code == 1 and [p['file_name'] for p in found['problems']] == [shard.name]
+    assert said(capsys, 'export', measured/'dspark', '--out', tmp_path/'e') == (0, dict(folder=str(tmp_path/'e')))
+    assert 'pipeline' in said(capsys, 'report', '--list')[1] and 'dspark_toy' in said(capsys, 'train', '--list')[1]['recipes']
+
+
+def test_output_away_from_a_terminal_has_no_bar_and_no_colour(rows, toy, tmp_path):
+    done = deepspec('cache', 'build', rows, '--out', tmp_path/'c', '--target', toy, '--layers', '0,1')
+    assert done.returncode == 0 and not any(c in done.stdout + done.stderr for c in '\r\x1b█'), done.stderr

@@ -1,11 +1,17 @@
 "The guides' figures say what the code draws today; every file and notebook that the guides name exists"
+import json
 import re
+import shlex
+import subprocess
 
 import pytest
+import yaml
 from conftest import ROOT
 
+from deepspec.cli.main import main
 from deepspec.longmem.pictures import MEMORY_FIGURES
 from deepspec.report.concepts import CONCEPT_FIGURES, THEMES, figure_texts, write_figures
+from deepspec.report.render import report_parameters
 from deepspec.report.site import page_name, read_parts
 
 FIGURES = CONCEPT_FIGURES | MEMORY_FIGURES
@@ -93,3 +99,54 @@ def test_a_dead_pointer_is_found():
 def test_seed_map_links_each_notebook_to_its_own_page():
     found = re.findall(r'\[`(\w+)`\]\(\.\./nbs/(\w+)\.ipynb\)', map_text())
     assert found and [n for n, page in found if re.sub(r'^\d+[a-z]*_', '', n) != page] == []
+
+
+GPU_GUIDE = (ROOT/'docs'/'guides'/'gpu-nodes.md').read_text(encoding='utf-8')
+
+
+@pytest.fixture(scope='module')
+def qwen3_4b(tmp_path_factory):
+    "A folder with the numbers of Qwen3-4B's configuration that a plan needs"
+    folder = tmp_path_factory.mktemp('qwen3_4b')
+    (folder/'config.json').write_text(json.dumps(dict(
+        model_type='qwen3', hidden_size=2560, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
+        vocab_size=151936, architectures=['Qwen3ForCausalLM'])))
+    return folder
+
+
+def printed_plan(folder, capsys, **changes):
+    "What the guide's plan prints, without the lines about this machine's disk"
+    given = dict(target=folder, layers='1,9,17,25,33', num_samples=1_300_000, tokens_per_sample=1200, tokens_per_s=100_000) | changes
+    with pytest.raises(SystemExit): main(['plan', *(str(x) for k, v in given.items() for x in (f"--{k.replace('_', '-')}", v))])
+    lines = capsys.readouterr().out.splitlines()
+    return '\n'.join(line for line in lines if not line.startswith(('free space', 'would fit')))
+
+
+def test_the_gpu_guide_shows_the_plan_that_is_printed(qwen3_4b, capsys):
+    assert printed_plan(qwen3_4b, capsys) == re.search(r'```text\n(.*?)\n```', GPU_GUIDE, re.S)[1]
+    rows = re.findall(r'^\| ([\d,]+) \| ([\d.]+ h) \| ([\d.]+) GB \|$', GPU_GUIDE, re.M)
+    assert len(rows) == 3
+    for speed, hours, written in rows:
+        tokens_per_s = int(speed.replace(',', ''))
+        assert f'time                  {hours} at {speed} tokens/s' in printed_plan(qwen3_4b, capsys, tokens_per_s=tokens_per_s)
+        assert f'{tokens_per_s*30_726/1e9:.2f}' == written
+    assert 'total                 3.7 TB' in printed_plan(qwen3_4b, capsys, num_samples=100_000) and '100,000 samples are 3.7 TB' in GPU_GUIDE
+
+
+@pytest.mark.parametrize('path', [ROOT/'README.md', *GUIDES], ids=lambda p: p.stem)
+def test_papermill_lines_name_parameters_that_exist(path):
+    text = re.sub(r'\\\n\s*', ' ', path.read_text(encoding='utf-8'))
+    for line in re.findall(r'^papermill (.*)$', text, re.M):
+        words = shlex.split(line)
+        known = report_parameters(ROOT/words[0])
+        given = [words[i + 1] for i, w in enumerate(words) if w == '-p']
+        given += [k for i, w in enumerate(words) if w == '-y' for k in yaml.safe_load(words[i + 1])]
+        assert given and [g for g in given if g not in known] == []
+
+
+def test_the_slurm_scripts_are_scripts():
+    scripts = [b for b in re.findall(r'```bash\n(.*?)```', GPU_GUIDE, re.S) if b.startswith('#!')]
+    assert len(scripts) == 2
+    for script in scripts:
+        assert subprocess.run(['bash', '-n'], input=script, text=True).returncode == 0
+        for flag in re.findall(r'^#SBATCH (.*)$', script, re.M): assert all(w.startswith('--') for w in flag.split())

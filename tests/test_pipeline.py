@@ -18,7 +18,7 @@ STEPS = ['target', 'prompts', 'regenerate', 'cache', 'train', 'evaluate', 'repor
 
 def command(*arguments):
     "The command line of `deepspec`, in this interpreter"
-    return [sys.executable, '-m', 'deepspec.cli.main', *map(str, arguments)]
+    return [sys.executable, '-m', 'deepspec', *map(str, arguments)]
 
 
 def run(*arguments, **kwargs):

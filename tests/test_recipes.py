@@ -1,11 +1,12 @@
 "Recipes: complete, consistent, and options that are checked"
 import pytest
 
+from deepspec.cli.main import main
 from deepspec.model.dspark import DSparkConfig
 from deepspec.model.eagle3 import Eagle3Config
 from deepspec.train.config import apply_opts, option_fields, recipe_from_dict, recipe_to_dict
 from deepspec.train.optim import OptimConfig, learning_rate
-from deepspec.train.recipes import RECIPES, main, named_recipe
+from deepspec.train.recipes import RECIPES, named_recipe
 
 
 def test_every_draft_and_target_has_a_recipe():
@@ -62,7 +63,7 @@ def test_papermill_values_map_to_the_same_fields():
 
 
 def test_the_command_line_ends_with_one_line_and_code_2(capsys):
-    with pytest.raises(SystemExit) as e: main(['dspark_toyy', '--cache', 'x', '--out', 'y'])
+    with pytest.raises(SystemExit) as e: main(['train', 'dspark_toyy', '--cache', 'x', '--out', 'y'])
     assert e.value.code == 2 and 'unknown recipe' in capsys.readouterr().err
 
 

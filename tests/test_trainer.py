@@ -141,7 +141,7 @@ def test_online_on_two_ranks_equals_one_process(online, tmp_path):
 
 
 def test_the_command_trains_online_on_two_ranks(online, tmp_path):
-    "As `torchrun -m deepspec.cli.main train ... --features online`, which is how the step notebook starts it"
+    "As `torchrun -m deepspec train ... --features online`, which is how the step notebook starts it"
     opts = [f'target={online.recipe.target}', 'max_steps=6', 'global_batch_size=4', 'micro_batch_size=1', 'save_steps=3', 'keep_last=9']
     launch_command(['train', 'dspark_toy', '--features', 'online', '--jsonl', online.rows, '--out', tmp_path/'run', '--device', 'cpu',
                     *[x for o in opts for x in ('-o', o)]], 2)

@@ -32,7 +32,7 @@ from ..data.template import resolve_template, tokenize_conversations
 from ..io import (Progress, atomic_open, checksum_file, check_free_space, folder_lock, fsync_dir, human_nbytes,
                          read_json, run_record, write_json)
 from ..model.target import (DEFAULT_TARGET, Target, capture, check_layer_ids, default_layer_ids, load_target,
-                                   load_tokenizer, target_config)
+                                   load_tokenizer, rank_device, target_config)
 
 # %% ../../nbs/22_build_cache.ipynb #c007
 WINDOW_BATCHES = 16
@@ -420,9 +420,9 @@ def make_settings(
                 tokenizer_sha256=_sha256(tokenizer.backend_tokenizer.to_str()),
                 chat_template_sha256=template.sha256, source_fingerprints=[fingerprint(p) for p in paths]) | given
 
-def _device_dtype(device, dtype, rank)->tuple:
+def _device_dtype(device, dtype)->tuple:
     "Device and dtype of this rank's target: its GPU in bfloat16, else the CPU in float32"
-    device = torch.device(device or (f'cuda:{rank.local_rank}' if torch.cuda.is_available() else 'cpu'))
+    device = rank_device(device)
     dtype = dtype or ('bfloat16' if device.type == 'cuda' else 'float32')
     return device, dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype)
 
@@ -515,7 +515,7 @@ def make_job(
     "The job that these arguments of `build_cache` describe; reads sources, tokenizer and configuration, no weights"
     rank,paths,out_dir = Rank.from_env(),_source_paths(jsonl_paths),Path(out_dir)
     if non_finite not in ('stop', 'reject'): raise ValueError(f"non_finite={non_finite!r}, expected 'stop' or 'reject'")
-    device,dtype = _device_dtype(device, dtype, rank)
+    device,dtype = _device_dtype(device, dtype)
     loaded = target if isinstance(target, Target) else None
     tokenizer,config = (loaded.tokenizer,loaded.config) if loaded else (load_tokenizer(target),target_config(target))
     layer_ids,resolved = _choose_layers(target_layer_ids, config.num_hidden_layers),resolve_template(tokenizer,

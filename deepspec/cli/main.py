@@ -6,14 +6,17 @@
 __all__ = ['app', 'COMMANDS', 'PipelineOrder', 'quickstart', 'doctor', 'main']
 
 # %% ../../nbs/81_cli.ipynb #c003
+import sys
 from collections.abc import Callable
+from contextlib import nullcontext, redirect_stdout
 from typing import Annotated
 
 import typer
 from typer.core import TyperGroup
 
-from .common import new_app, run_app, show
-from .data import AS_JSON, TARGET_HELP, cache, mask, plan, prompts, regenerate, serve
+from .. import __version__
+from .common import AsJson, DryRun, Seed, ServerAddress, TargetName, example, new_app, run_app, show
+from .data import cache, mask, plan, prompts, regenerate, serve
 from .longmem import babilong
 from .measure import calibrate, evaluate, schedule, sweep
 from .train import export, report, train
@@ -27,39 +30,50 @@ class PipelineOrder(TyperGroup):
         return [n for n in order if n in self.commands]
 
 app = new_app('Train, measure and schedule draft models for speculative decoding. Exit codes: 0 done, 1 a check '
-              'failed, 2 a mistake.',
-              cls=PipelineOrder)
+              'failed, 2 a mistake, 130 interrupted.', cls=PipelineOrder,
+              epilog=example('deepspec quickstart --dry-run'))
 
-@app.command(epilog='Example: deepspec quickstart --out runs/quickstart')
+def _version(wanted:bool):
+    "Print the version and stop"
+    if not wanted: return
+    print(f"deepspec {__version__}")
+    raise typer.Exit()
+
+@app.callback()
+def _options(version: Annotated[bool, typer.Option('--version', help='Print the version and exit', is_eager=True,
+                                                 callback=_version)] = False): pass
+
+@app.command(epilog=example('deepspec quickstart --out runs/quickstart'))
 def quickstart(
     out: Annotated[str, typer.Option(help='Run folder; the same command goes on after a kill')] = 'runs/quickstart',
-    target: Annotated[str, typer.Option(help=TARGET_HELP)] = 'smollm2_135m',
+    target: TargetName = 'smollm2_135m',
     smoke: Annotated[bool, typer.Option('--smoke', help='A toy target and tiny sizes, for tests')] = False,
-    server_address: Annotated[list[str] | None, typer.Option(help='OpenAI-compatible server that runs already; repeat '
-                                                                  'for several')] = None,
+    server_address: ServerAddress = None,
     steps: Annotated[int | None, typer.Option(help='Optimizer steps')] = None,
     train_rows: Annotated[int | None, typer.Option(help='Conversations whose answers are written anew')] = None,
-    seed: Annotated[int, typer.Option(help='Of split, weights and data order')] = 42,
-    dry_run: Annotated[bool, typer.Option('--dry-run', help='Print the settings and stop')] = False,
+    seed: Seed = 42,
+    dry_run: DryRun = False,
+    as_json: AsJson = False,
 ):
     "All of the steps below, on a target that fits a laptop"
     from deepspec.pipeline.quickstart import quickstart_settings, run_quickstart
     given = dict(steps=steps, train_rows=train_rows, server_address=tuple(server_address or ()) or None,
                  target=None if smoke else target)
     settings = quickstart_settings(smoke, seed=seed, **{k: v for k,v in given.items() if v is not None})
-    if dry_run: return show(settings)
-    run_quickstart(out, settings)
+    if dry_run: return show(settings, as_json)
+    with redirect_stdout(sys.stderr) if as_json else nullcontext(): done = run_quickstart(out, settings)
+    if as_json: show(done, True)
 
 def doctor(
     out: Annotated[str, typer.Option(help='Folder whose disk is measured')] = '.',
-    as_json: Annotated[bool, AS_JSON] = False,
+    as_json: AsJson = False,
 ):
     "What this machine can do, and what to install for the rest"
     from deepspec.cli.doctor import doctor
-    findings = doctor(out)
-    if as_json: return show({f.topic: dict(found=f.found, remedy=f.remedy) for f in findings}, True)
-    width = max(len(f.topic) for f in findings)
-    for f in findings: print(f"{f.topic:<{width}}  {f.found}" + (f"\n{'':<{width}}  -> {f.remedy}" if f.remedy else ''))
+    found = {f.topic: dict(found=f.found, remedy=f.remedy) for f in doctor(out)}
+    width = max(map(len, found))
+    show(found, as_json, lambda r: '\n'.join(f"{topic:<{width}}  {f['found']}" + (
+        f"\n{'':<{width}}  -> {f['remedy']}" if f['remedy'] else '') for topic,f in r.items()))
 
 # %% ../../nbs/81_cli.ipynb #c007
 COMMANDS:dict[Callable, str] = {
@@ -76,14 +90,15 @@ COMMANDS:dict[Callable, str] = {
     report: 'deepspec report storage_cost --out reports_out',
     doctor: 'deepspec doctor',
 }
-for command,example in COMMANDS.items():
-    app.command(command.__name__, epilog=f'Example: {example}')(command)
+for command,line in COMMANDS.items(): app.command(command.__name__, epilog=example(line))(command)
 for name,group in dict(mask=mask, cache=cache, babilong=babilong).items(): app.add_typer(group, name=name)
 
-def main():
-    "Entry point of the `deepspec` command"
-    run_app(app)
+def main(
+    argv:list|None=None, # Arguments; those of the process where None
+):
+    "Entry point of the `deepspec` command; always ends in `SystemExit`"
+    run_app(app, argv)
 
-# %% ../../nbs/81_cli.ipynb #c013
+# %% ../../nbs/81_cli.ipynb #c015
 #| eval: false
 if __name__ == '__main__': main()

@@ -10,8 +10,7 @@ from typing import Annotated
 
 import typer
 
-from .common import parse_assignments, show
-from .data import AS_JSON
+from .common import AsJson, Device, DryRun, parse_assignments, show
 
 # %% ../../nbs/66_cli_train.ipynb #c006
 def draft_folder(
@@ -46,16 +45,16 @@ def train(
     jsonl: Annotated[list[str] | None, typer.Option(help='Conversations, for --features online')] = None,
     eval_prompts: Annotated[str | None, typer.Option(help='Held-out prompts, decoded every --eval-steps')] = None,
     eval_steps: Annotated[int | None, typer.Option(help='Steps between decodings of --eval-prompts')] = None,
-    device: Annotated[str | None, typer.Option(help='cpu or cuda; a GPU if there is one')] = None,
+    device: Device = None,
     resume: Annotated[bool, typer.Option(help='Go on from the last checkpoint')] = True,
     list_: Annotated[bool, typer.Option('--list', help='Print the names of all recipes')] = False,
-    dry_run: Annotated[bool, typer.Option('--dry-run', help='Print the configuration and stop')] = False,
-    as_json: Annotated[bool, AS_JSON] = False,
+    dry_run: DryRun = False,
+    as_json: AsJson = False,
 ):
     "Train a draft by its recipe; run again to resume"
     from deepspec.train.config import recipe_to_dict
     from deepspec.train.recipes import RECIPES, named_recipe
-    if list_ or not recipe: return print('\n'.join(sorted(RECIPES)))
+    if list_ or not recipe: return show(dict(recipes=sorted(RECIPES)), as_json, lambda r: '\n'.join(r['recipes']))
     chosen = named_recipe(recipe, [*(opts or []), *([] if eval_steps is None else [f'eval_steps={eval_steps}'])])
     if dry_run: return show(recipe_to_dict(chosen), as_json)
     show(_train(chosen, cache, out, features, jsonl, eval_prompts, device, resume), as_json)
@@ -86,15 +85,16 @@ def export(
                                         help='Load what was written and compare it with the checkpoint')] = False,
     target: Annotated[
         str | None, typer.Option(help='With --check: compare embedding and head with this target too')] = None,
-    as_json: Annotated[bool, AS_JSON] = False,
+    as_json: AsJson = False,
 ):
     "Write a draft in the public layout"
     from deepspec.eval.export import check_export, export_draft
     from deepspec.model.target import load_target
     folder = draft_folder(draft)
     written = export_draft(folder, out)
-    if check: show(check_export(written, folder, load_target(target) if target else None), as_json)
-    else: print(written)
+    checked = check_export(written, folder, load_target(target) if target else None) if check else None
+    if checked: show(checked, as_json)
+    else: show(dict(folder=str(written)), as_json, lambda r: r['folder'])
 
 # %% ../../nbs/66_cli_train.ipynb #c013
 def report(
@@ -103,11 +103,12 @@ def report(
     parameters: Annotated[list[str] | None, typer.Option('--parameter', '-p', help='name=value, as in papermill; '
                                                                                    'repeat for several')] = None,
     list_: Annotated[bool, typer.Option('--list', help='Print the reports and their parameters')] = False,
+    as_json: AsJson = False,
 ):
     "Execute a report notebook and write a self-contained page"
     from deepspec.report.render import execute_report, report_parameters, reports_folder
     if list_ or not name:
-        for path in sorted(reports_folder().glob('*.ipynb')):
-            print(f"{path.stem}: {', '.join(report_parameters(path))}")
-        return
-    print(execute_report(name, out, cwd='.', **parse_assignments(parameters)))
+        known = {p.stem: list(report_parameters(p)) for p in sorted(reports_folder().glob('*.ipynb'))}
+        return show(known, as_json, lambda r: '\n'.join(f"{name}: {', '.join(names)}" for name,names in r.items()))
+    page = execute_report(name, out, cwd='.', **parse_assignments(parameters))
+    show(dict(page=str(page)), as_json, lambda r: r['page'])

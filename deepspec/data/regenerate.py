@@ -6,7 +6,7 @@
 __all__ = ['read_turn', 'check_turns', 'check_order', 'read_tools', 'replay', 'check_answer', 'output_row', 'Tally',
            'RegenerateSummary', 'OutputFolder', 'Patience', 'Run', 'answer_seed', 'regenerate_row', 'do_row',
            'check_hope', 'monitor', 'write_series', 'work', 'run_all', 'Stopped', 'run_stoppable', 'choose_request',
-           'summarize', 'Job', 'do_job', 'regenerate']
+           'summarize', 'Job', 'do_job', 'regenerate', 'count_pending']
 
 # %% ../../nbs/15_regenerate.ipynb #c003
 import asyncio, json, os, signal, sys, threading, time
@@ -570,3 +570,25 @@ def regenerate(
         raise ValueError(f"{jsonl}: all {summary.num_rejected} rows were rejected ({last['reason']}: "
                          f"{last['detail']}); see {folder.rejected}")
     return summary
+
+# %% ../../nbs/15_regenerate.ipynb #c037b
+def count_pending(
+    jsonl:str|os.PathLike, # Input
+    out:str|os.PathLike, # Output file, which need not exist
+    retry_rejected:bool=False, # Whether rejected rows are due again
+)->dict: # Rows in the input, on disk, rejected, and still to do
+    "What a regeneration has done and has left to do; reads only"
+    rows,folder = scan_input(jsonl),OutputFolder(out)
+    found = [_written_keys(folder.out), _written_keys(folder.rejected)]
+    done = np.sort(as_keys(found[0] if retry_rejected else found[0] + found[1]))
+    return dict(input_rows=len(rows), rows=len(found[0])//16, rejected=len(found[1])//16,
+                pending=len(rows.pending(done)))
+
+def _written_keys(path)->bytearray:
+    "Keys of a log's whole rows: a run under way may be in the middle of the last one"
+    joined = bytearray()
+    if not path.exists(): return joined
+    with open(path, 'rb') as f:
+        for line in f:
+            if line.endswith(b'\n'): joined += id_key(str(json.loads(line)['id']))
+    return joined

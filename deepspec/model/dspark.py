@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['MARKOV_HEAD_TYPES', 'MARKOV_HEADS', 'CHECKPOINTED_BLOCKS', 'CONTEXT_STEP', 'DSparkConfig', 'dspark_config',
            'MarkovHead', 'GatedMarkovHead', 'RNNMarkovHead', 'ConfidenceHead', 'DSparkModel', 'seen_context',
-           'DSparkProposer', 'draft_confidence']
+           'main_directions', 'DSparkProposer', 'draft_confidence']
 
 # %% ../../nbs/25_dspark.ipynb #c003
 from dataclasses import asdict, dataclass
@@ -157,11 +157,8 @@ class DSparkModel(DraftModel):
         # hidden_norm takes the scale out again; a small one learns faster
         self.fc.weight.zero_()[:, -H:].fill_diagonal_(.1)
         if self.markov_head is not None:
-            embed = target.backbone.embed_tokens.weight.float()
-            embed = embed - embed.mean(0)
-            directions = torch.linalg.eigh(embed.T @ embed)[1][:, -self.config.markov_rank:]
-            w1 = embed @ directions
-            self.markov_head.markov_w1.weight[:, :w1.shape[1]] = w1/w1.std(0)
+            w1 = main_directions(target.backbone.embed_tokens.weight, self.config.markov_rank)
+            self.markov_head.markov_w1.weight[:, :w1.shape[1]] = w1
 
     def context(self, hidden_states_TLH:torch.Tensor)->torch.Tensor: # [T, H]
         "One vector a source position, from the target's captured layers"
@@ -222,6 +219,16 @@ def seen_context(
     rows = torch.tensor([r for r,n in last.items() for _ in range(n)], dtype=torch.long)
     positions = torch.tensor([i for n in last.values() for i in range(n)], dtype=torch.long)
     return rows, positions, [starts[r] for r in blocks.rows_N.tolist()]
+
+# %% ../../nbs/25_dspark.ipynb #c014x
+def main_directions(
+    embed_VH:torch.Tensor, # Embedding of the target
+    rank:int, # Directions wanted
+)->torch.Tensor: # [V, rank or H, whichever is less], each column with deviation 1
+    "Each token's place along the directions in which the embedding varies most"
+    centred = embed_VH.float() - embed_VH.float().mean(0)
+    found = centred @ torch.linalg.eigh(centred.T @ centred)[1][:, -rank:]
+    return found/found.std(0)
 
 # %% ../../nbs/25_dspark.ipynb #c025
 class DSparkProposer:

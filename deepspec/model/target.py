@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['DEFAULT_TARGET', 'CHATML_TEMPLATE', 'TOY_TEXT', 'TOY_KINDS', 'check_layer_ids', 'default_layer_ids', 'resolve_target',
-           'load_tokenizer', 'target_config', 'Target', 'load_target', 'toy_tokenizer', 'toy_target', 'save_toy_target',
-           'LayerTap', 'capture']
+           'load_tokenizer', 'target_config', 'Target', 'load_target', 'rank_device', 'toy_tokenizer', 'toy_target',
+           'save_toy_target', 'LayerTap', 'capture']
 
 # %% ../../nbs/21_target.ipynb #c003
 import os
@@ -136,6 +136,19 @@ def load_target(
     tokenizer = load_tokenizer(name_or_path)
     model = _load('weights', AutoModelForCausalLM, name_or_path, dtype=dtype)
     return Target(str(name_or_path), model.to(device).eval().requires_grad_(False), tokenizer)
+
+# %% ../../nbs/21_target.ipynb #c015b
+def rank_device(
+    device:str|None=None, # cpu or cuda; a GPU where there is one
+)->torch.device: # `cuda:N` is the GPU of this process
+    "Where this process computes; `ValueError` if it has no GPU of its own"
+    kind = device or ('cuda' if torch.cuda.is_available() else 'cpu')
+    if kind != 'cuda': return torch.device(kind)
+    local = int(os.environ.get('LOCAL_RANK', 0))
+    if local >= torch.cuda.device_count():
+        raise ValueError(f"process {local} has no GPU ({torch.cuda.device_count()} here); start at most one process a "
+                         "GPU, or choose --device cpu")
+    return torch.device(kind, local)
 
 # %% ../../nbs/21_target.ipynb #c017
 CHATML_TEMPLATE = (

@@ -13,7 +13,7 @@ import torch
 
 from ..data.local_engine import TransformersEngine
 from ..data.servers import ENGINES, launch_servers
-from ..model.target import DEFAULT_TARGET, load_target
+from ..model.target import DEFAULT_TARGET, load_target, rank_device
 
 # %% ../../nbs/61b_engines.ipynb #c005
 def auto_engine(
@@ -46,13 +46,13 @@ def answering(
     engine:str='auto', # Else, what to start
     num_servers:int=1, # How many
     log_dir:str|None=None, # Folder for their logs
-    device:str='cpu', # Where the in-process engine runs
+    device:str|None=None, # Where the in-process engine runs: cpu or cuda; a GPU if there is one
 ): # Yields servers or an engine
     "What `regenerate` asks, for as long as the block runs"
     name = auto_engine(target) if engine == 'auto' else engine
     if server_address: yield list(server_address)
     elif name == 'transformers':
-        loaded = load_target(target, device)
+        loaded = load_target(target, rank_device(device))
         yield [TransformersEngine(loaded.model, loaded.tokenizer, name=loaded.name)]
     else:
         model = None if target == DEFAULT_TARGET and name == 'llamacpp' else target

@@ -16,8 +16,7 @@ def torchrun_command(
     "The command line that runs a `deepspec` command in `nproc` processes; `ValueError` below 1"
     if nproc < 1: raise ValueError(f"nproc={nproc} must be at least 1; use the number of GPUs, or 1 on a CPU")
     return [sys.executable, '-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={nproc}', '-m',
-            'deepspec.cli.main',
-            *map(str, arguments)]
+            'deepspec', *map(str, arguments)]
 
 def launch(
     arguments:list, # Of the `deepspec` command

@@ -125,8 +125,8 @@ def build_quickstart_cache(
     "Print the storage plan, then capture the target's hidden states"
     from deepspec.cache.build import build_cache, plan_from_jsonl
     from deepspec.cache.size import plan_table
-    rows,layers,length = run.path('regenerated',
-                                  'train.jsonl'),quickstart_recipe(run).draft.target_layer_ids,run.settings.max_length
+    rows,length = run.path('regenerated', 'train.jsonl'),run.settings.max_length
+    layers = quickstart_recipe(run).draft.target_layer_ids
     if not run.path('cache', 'manifest.json').exists():
         print(plan_table(plan_from_jsonl(rows, run.target, target_layer_ids=layers, max_length=length,
                                          sample_rows=None, out_dir=run.out)))

@@ -60,8 +60,9 @@ def add_caption(
     fig:Figure, # Figure that gets a line below its axes
     text:str, # As `caption` returns it
 )->Figure: # The same figure
-    "Write a caption under a figure"
-    fig.text(.01, -.02, text, fontsize=7.5, color='#666666', ha='left', va='top')
+    "Write a caption under everything that a figure shows; call it last"
+    bottom = fig.get_tightbbox().y0/fig.get_figheight() # labels may reach below the figure's own edge
+    fig.text(.01, min(bottom, 0) - .02, text, fontsize=7.5, color='#666666', ha='left', va='top')
     return fig
 
 # %% ../../nbs/50_figures.ipynb #c015

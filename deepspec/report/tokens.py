@@ -6,6 +6,7 @@
 __all__ = ['TOKEN_CSS', 'flow_html', 'comparison_html']
 
 # %% ../../nbs/50b_tokens.ipynb #c003
+import re
 from html import escape
 
 from .figures import TOKEN_COLORS
@@ -18,12 +19,18 @@ def _heading(example)->str:
     "Which draft, which prompt"
     return f'<p><b>{escape(example["draft"])}</b>, {escape(example["id"])}</p>'
 
+def _flowing(piece)->str:
+    "Text of a piece: only what the target kept breaks a line, and a blank line is not left out in full height"
+    text = escape(piece['text'])
+    if piece['kind'] == 'rejected': return text.replace('\n', '↵')
+    return re.sub(r'\n+', lambda m: '↵'*(len(m[0]) - 1) + '\n', text)
+
 def flow_html(
     example:dict, # From `examples.json`
     max_pieces:int=120, # Pieces shown at most
 )->str: # HTML
     "An answer as it was written: accepted, rejected and bonus tokens in their colours"
-    spans = ''.join(f'<span style="{TOKEN_CSS[p["kind"]]}">{escape(p["text"])}</span>'
+    spans = ''.join(f'<span style="{TOKEN_CSS[p["kind"]]}">{_flowing(p)}</span>'
                     for p in example['pieces'][:max_pieces])
     return f'{_heading(example)}<pre style="white-space:pre-wrap;font-family:inherit">{spans}</pre>'
 

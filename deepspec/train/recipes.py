@@ -6,11 +6,9 @@
 __all__ = ['TARGETS', 'LAPTOP', 'RECIPES', 'without_heads', 'dspark_qwen3_4b', 'dspark_qwen3_8b', 'dspark_qwen3_14b',
            'dspark_gemma4_12b', 'dflash_qwen3_4b', 'dflash_qwen3_8b', 'dflash_qwen3_14b', 'dflash_gemma4_12b',
            'eagle3_qwen3_4b', 'eagle3_qwen3_8b', 'eagle3_qwen3_14b', 'eagle3_gemma4_12b', 'dspark_smollm2_135m',
-           'dflash_smollm2_135m', 'eagle3_smollm2_135m', 'dspark_toy', 'dflash_toy', 'eagle3_toy', 'named_recipe',
-           'main']
+           'dflash_smollm2_135m', 'eagle3_smollm2_135m', 'dspark_toy', 'dflash_toy', 'eagle3_toy', 'named_recipe']
 
 # %% ../../nbs/34_recipes.ipynb #c003
-import argparse
 from dataclasses import replace
 
 from ..model.dspark import DSparkConfig
@@ -19,7 +17,6 @@ from ..model.target import default_layer_ids
 from .config import Recipe, TrainConfig, apply_opts
 from .losses import DSparkLoss
 from .optim import OptimConfig
-from .trainer import train
 
 # %% ../../nbs/34_recipes.ipynb #c006
 TARGETS = dict(
@@ -138,22 +135,3 @@ def named_recipe(
     "A recipe by name, options applied; `ValueError` lists the names"
     if name not in RECIPES: raise ValueError(f"unknown recipe {name!r}; known are {', '.join(sorted(RECIPES))}")
     return apply_opts(RECIPES[name](), opts)
-
-# %% ../../nbs/34_recipes.ipynb #c016
-def main(argv=None):
-    "Train a named recipe; options after `--opts`"
-    parser = argparse.ArgumentParser(description='Train a draft by the name of its recipe')
-    parser.add_argument('recipe', help=', '.join(sorted(RECIPES)))
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument('--cache', help='folder or URL of the target cache')
-    source.add_argument('--jsonl', nargs='+', help='conversations instead: hidden states are captured while training')
-    parser.add_argument('--out', required=True, help='folder of the run')
-    parser.add_argument('--device', default=None, help='cpu or cuda')
-    parser.add_argument('--opts', nargs='*', default=[], metavar='KEY=VALUE', help='fields of the recipe')
-    a = parser.parse_args(argv)
-    try: train(named_recipe(a.recipe, a.opts), cache=a.cache, samples=a.jsonl, out_dir=a.out, device=a.device)
-    except ValueError as e: parser.exit(2, f'{e}\n')
-
-# %% ../../nbs/34_recipes.ipynb #c017
-#| eval: false
-if __name__ == '__main__': main()
