@@ -198,7 +198,7 @@ class DraftLayer(nn.Module):
     def __init__(self, config:PretrainedConfig):
         super().__init__()
         self.self_attn = DraftAttention(config)
-        self.mlp = Qwen3MLP(config)
+        self.mlp:nn.Module = Qwen3MLP(config)
         self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
