@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from deepspec.longmem.tasks import generate_babilong
-from deepspec.longmem.train import TrainingConfig, build_model, evaluate_checkpoint, parse_training_args, train_babilong
+from deepspec.longmem.train import (Ranks, TrainingConfig, build_model, epoch_windows, evaluate_checkpoint,
+                                    parse_training_args, train_babilong)
 
 ROOT = Path(__file__).parents[1]
 
@@ -63,6 +64,19 @@ def test_curriculum_resumes_in_its_stage(config, tmp_path):
     again = replace(plan, output_dir=str(tmp_path/'again'))
     first = train_babilong(replace(again, max_steps=3))
     assert first['losses'] + train_babilong(replace(again, resume=True))['losses'] == whole['losses']
+
+
+def test_every_epoch_has_its_own_order_and_ranks_share_it():
+    rows = [dict(row=torch.tensor(i)) for i in range(9)]
+
+    def order(epoch, rank=0, world=1, seed=1):
+        windows = epoch_windows(rows, TrainingConfig(seed=seed), Ranks(rank=rank, world_size=world), 1, epoch)
+        return [b['row'].item() for w in windows for b in w]
+    assert sorted(order(0)) == sorted(order(1)) == list(range(9))
+    # torch adds the epoch to the seed, so two of the four agree
+    assert order(0) == order(0) and len({tuple(order(e, seed=s)) for e in (0, 1) for s in (1, 2)}) == 3
+    mine, other = (order(1, rank=r, world=2) for r in (0, 1))
+    assert len(mine) == len(other) == 5 and {*mine, *other} == set(range(9))
 
 
 @pytest.mark.parametrize('scale', [0., .1, 1.])
