@@ -63,7 +63,8 @@ def _fail(message)->int:
 def quiet_libraries():
     "Keep other libraries' advice and bars out of our output; a user's own settings win"
     for name,value in dict(TRANSFORMERS_VERBOSITY='error', HF_HUB_VERBOSITY='error', HF_HUB_DISABLE_PROGRESS_BARS='1',
-                           TOKENIZERS_PARALLELISM='true', OMP_WAIT_POLICY='passive').items(): os.environ.setdefault(name, value)
+                           TOKENIZERS_PARALLELISM='true', OMP_WAIT_POLICY='passive').items():
+        os.environ.setdefault(name, value)
 
 # %% ../../nbs/63_cli_common.ipynb #c008
 def as_dict(
