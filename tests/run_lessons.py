@@ -13,6 +13,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+OWN = ('__name__', '__doc__', '__file__', '__spec__', '__loader__', '__package__', '__builtins__', '__cached__')  # of the lesson itself
 SKIP = re.compile(r'^#\| *(eval: *false|slow|gpu|notest|export|hide_line)', re.M)
 
 
@@ -21,7 +22,7 @@ def lesson(path):
     cells = [''.join(c['source']) for c in json.loads(path.read_text(encoding='utf-8'))['cells'] if c['cell_type'] == 'code']
     module = f"deepspec.{re.match(r'#[|] default_exp ([^ ]+)', cells[0].splitlines()[0])[1]}"
     names = (f"import importlib as _i; globals().update({{k: v for k, v in vars(_i.import_module({module!r})).items() "
-             "if not k.startswith('__')})")
+             f"if k not in {OWN!r}}})")
     return [names, *(source for source in cells[1:] if not SKIP.search(source))]
 
 
