@@ -3,6 +3,7 @@ import json
 import multiprocessing
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -239,6 +240,20 @@ def test_kill_during_assembly(n, source, target, reference, tmp_path, monkeypatc
     monkeypatch.setattr(build, 'capture_unit', lambda *a: captured.append(a))
     build_cache(source, out, target, **SETTINGS)
     assert files(out) == reference and not captured # nothing was captured twice
+
+
+def test_kill_after_the_manifest(source, target, reference, tmp_path):
+    "The cache is complete, and its workspace still there: the next run takes it away"
+    out = tmp_path/'c'
+    def before():
+        def rmtree(path, *args, real=shutil.rmtree, **kwargs):
+            if path == out/'_tmp': os.kill(os.getpid(), signal.SIGKILL)
+            real(path, *args, **kwargs)
+        shutil.rmtree = rmtree
+    assert finish(start(source, out, target, 1, before)) == [-signal.SIGKILL]
+    assert (out/'manifest.json').exists() and (out/'_tmp').exists()
+    build_cache(source, out, target, **SETTINGS)
+    assert files(out) == reference
 
 
 def test_random_kills_with_changing_ranks(source, target, reference, tmp_path):

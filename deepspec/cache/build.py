@@ -461,6 +461,11 @@ def _summary(job, manifest, started, captured=0, seconds=1.)->BuildSummary:
                         sum(s.extra['num_bytes'] for s in manifest.shards),
                         len(manifest.shards), x['padding_efficiency'], time.monotonic() - started, captured/seconds)
 
+def _finished(job, manifest, started)->BuildSummary:
+    "Summary of a cache that was complete before; a kill after its manifest was written has left `_tmp` behind"
+    if job.rank.rank == 0: shutil.rmtree(job.tmp, ignore_errors=True)
+    return _summary(job, manifest, started)
+
 class _CaptureProgress:
     "Progress in tokens, with the bytes behind them and the space that is left"
     def __init__(self, progress, job): self.progress,self.job,self.per_token = progress,job,token_nbytes(job.shape)
@@ -484,7 +489,7 @@ def run_job(job, started)->BuildSummary:
     "The build of one rank, in a workspace that is open"
     with Progress(len(job.parts.rows), 'tokenise') as progress:
         job.parts.make(job.rank, job.over, progress if job.rank.rank == 0 else None)
-    if job.manifest_path.exists(): return _summary(job, read_manifest(job.out_dir), started)
+    if job.manifest_path.exists(): return _finished(job, read_manifest(job.out_dir), started)
     table = length_table(job.parts)
     if not len(table):
         if job.rank.rank == 0: shutil.rmtree(job.tmp)
@@ -558,7 +563,7 @@ def build_cache(
         if job.manifest_path.exists():
             manifest = validate_target_cache_manifest(job.out_dir)
             check_same(job, manifest.pack(), job.manifest_path)
-            return _summary(job, manifest, started)
+            return _finished(job, manifest, started)
         open_workspace(job)
         return run_job(job, started)
 
