@@ -99,7 +99,7 @@ def test_queue_is_bounded_in_bytes(tmp_path):
     seen = []
     class Slow(ShardWriter):
         def append(self, buffers):
-            seen.append(writer._queued_nbytes)
+            seen.append(writer._queue.nbytes)
             time.sleep(.005)
             super().append(buffers)
     limit = 4*10*token_nbytes(SHAPE)

@@ -103,7 +103,6 @@ def stream_seconds(
     rounds = [[one(n) for n in lengths] for _ in range(repeats)]
     return [min(times) for times in zip(*rounds)]
 
-
 # %% ../../nbs/75_memory_experiment.ipynb #c012
 def seed_results(
     folder:str|Path,   # Folder of this seed's arms and its `results.json`

@@ -192,6 +192,7 @@ class MemoryConfig:
             if (v := getattr(self, name)) < 1: raise ValueError(f"MemoryConfig: {name}={v} must be at least 1")
         if self.depth not in (1, 2): raise ValueError(f"MemoryConfig: depth={self.depth}; choose 1 or 2")
 
+# %% ../../nbs/71_memory.ipynb #c032b
 class NeuralMemory(nn.Module):
     "Titans' long-term memory of one layer; holds the learnt projections, never the state"
     def __init__(self,

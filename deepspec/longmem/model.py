@@ -405,4 +405,3 @@ def load_full_state(
     saved = load_weights(path, 'state_dict')['state_dict']
     check_weights(path, model.state_dict(), saved)
     model.load_state_dict(saved)
-

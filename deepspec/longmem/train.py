@@ -37,7 +37,7 @@ from .model import QwenTitansForBABILong, tiny_qwen
 from .model import (is_memory_name, load_full_state, load_memory_state, load_weights,
                                    memory_state_dict)
 from .tasks import task_named, tiny_tokenizer
-from ..model.target import load_tokenizer
+from ..model.target import load_tokenizer, rank_device
 
 # %% ../../nbs/73_train_titans.ipynb #c006
 @dataclass(frozen=True, kw_only=True)
@@ -126,17 +126,15 @@ class Ranks:
 @contextmanager
 def joined_ranks():
     "This process's `Ranks`; a process group for the duration where torchrun started several"
-    world,local = int(os.environ.get('WORLD_SIZE', 1)),int(os.environ.get('LOCAL_RANK', 0))
-    gpu = torch.cuda.is_available()
-    if gpu: torch.cuda.set_device(local)
-    device = torch.device('cuda', local) if gpu else torch.device('cpu')
-    if world == 1:
+    device = rank_device()
+    if device.type == 'cuda': torch.cuda.set_device(device)
+    if int(os.environ.get('WORLD_SIZE', 1)) == 1:
         yield Ranks(device=device)
         return
     # rank 0 may index a large file or write a checkpoint while the others wait
-    dist.init_process_group('nccl' if gpu else 'gloo', timeout=timedelta(minutes=30))
+    dist.init_process_group('nccl' if device.type == 'cuda' else 'gloo', timeout=timedelta(minutes=30))
     try:
-        yield Ranks(rank=dist.get_rank(), world_size=world, device=device)
+        yield Ranks(rank=dist.get_rank(), world_size=dist.get_world_size(), device=device)
         dist.barrier() # nobody leaves while another still talks
     finally: dist.destroy_process_group()
 

@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['FREE_SETTINGS', 'Ranks', 'process_group', 'resolve_dtype', 'DraftTraining', 'shard', 'prepare_module',
-           'whole_weights', 'online_hidden_states', 'MetricsLog', 'stop_requests', 'block_parts', 'train_step',
-           'step_record', 'claim_run', 'Trainer', 'TrainSummary', 'train', 'launch', 'main']
+           'whole_weights', 'whole_copy', 'online_hidden_states', 'MetricsLog', 'stop_requests', 'block_parts',
+           'train_step', 'step_record', 'recipe_collator', 'claim_run', 'Trainer', 'TrainSummary', 'train', 'launch',
+           'main']
 
 # %% ../../nbs/33_trainer.ipynb #c003
 import argparse, contextlib, importlib, json, os, signal, subprocess, sys, time
@@ -25,7 +26,7 @@ from ..io import Progress, read_json, run_record, write_json
 from ..model.blocks import compile_around_attention
 from ..model.drafts import draft_from_target
 from ..model.dspark import DSparkConfig
-from ..model.target import Target, capture, load_target
+from ..model.target import Target, capture, load_target, rank_device
 from .checkpoint import latest_checkpoint, load_training_state, save_checkpoint
 from .config import Recipe, recipe_from_dict, recipe_to_dict
 from .losses import chunked_terms, dspark_loss, eagle3_loss, readable_stats
@@ -56,19 +57,14 @@ class Ranks:
 @contextlib.contextmanager
 def process_group(device:str|None=None):
     "The `Ranks` of a torchrun launch, or of a lone process; `ValueError` if a rank has no GPU of its own"
-    world,local = int(os.environ.get('WORLD_SIZE', 1)),int(os.environ.get('LOCAL_RANK', 0))
-    kind = device or ('cuda' if torch.cuda.is_available() else 'cpu')
-    if kind == 'cuda' and local >= torch.cuda.device_count():
-        raise ValueError(f"rank {local} has no GPU ({torch.cuda.device_count()} here); start at most one process a "
-                         f"GPU, or pass device='cpu'")
-    place = torch.device(kind, local) if kind == 'cuda' else torch.device(kind)
-    if kind == 'cuda': torch.cuda.set_device(place)
-    if world == 1:
+    place = rank_device(device)
+    if place.type == 'cuda': torch.cuda.set_device(place)
+    if int(os.environ.get('WORLD_SIZE', 1)) == 1:
         yield Ranks(device=place)
         return
     mine = not dist.is_initialized()
-    if mine: dist.init_process_group('nccl' if kind == 'cuda' else 'gloo')
-    try: yield Ranks(dist.get_rank(), world, place)
+    if mine: dist.init_process_group('nccl' if place.type == 'cuda' else 'gloo')
+    try: yield Ranks(dist.get_rank(), dist.get_world_size(), place)
     finally:
         if mine: dist.destroy_process_group()
 
@@ -127,6 +123,16 @@ def whole_weights(draft)->dict: # Name -> CPU tensor
     "The draft's state dict, gathered from all ranks; every rank must call it"
     whole = lambda v: v.full_tensor() if isinstance(v, DTensor) else v
     return {k: whole(v).detach().cpu() for k,v in draft.state_dict().items()}
+
+def whole_copy(
+    draft, # In training, on this rank sharded perhaps
+    weights:dict, # From `whole_weights`
+    device:torch.device, # Where to decode
+): # Another draft, in eval mode
+    "The draft as it is now, for decoding beside the training"
+    copy = type(draft)(draft.config).to(device, draft.dtype)
+    copy.load_state_dict(weights)
+    return copy.eval()
 
 # %% ../../nbs/33_trainer.ipynb #c013
 def online_hidden_states(
@@ -260,6 +266,15 @@ def step_record(
 FREE_SETTINGS = ('micro_batch_size', 'num_workers', 'log_steps', 'save_steps', 'keep_last', 'eval_steps', 'parallel',
                  'compile', 'loss_chunk', 'blocks_at_once', 'gradient_checkpointing', 'tracker')
 
+def recipe_collator(
+    recipe:Recipe, # What to run
+    device:torch.device, # Where the batches go
+)->StreamCollator: # Samples to a batch, with blocks for a block draft
+    "The collator of a run"
+    d,t = recipe.draft,recipe.training
+    blocks = (d.num_anchors, d.block_size) if isinstance(d, DSparkConfig) else (None, 0)
+    return StreamCollator(t.max_length, t.seed, *blocks, pin_memory=device.type == 'cuda')
+
 def claim_run(
     out_dir:Path, # Folder of the run
     recipe:Recipe, # What is to run there
@@ -319,15 +334,15 @@ class Trainer:
 
     def batches(self):
         "Callables that give this rank's micro-batches, step after step"
-        t,r,d = self.recipe.training,self.ranks,self.recipe.draft
+        t,r = self.recipe.training,self.ranks
         plan = [micro_batches(s, t.global_batch_size, t.micro_batch_size, r.rank, r.world_size)
                 for s in range(self.step, self.total)]
-        blocks = (d.num_anchors, d.block_size) if isinstance(d, DSparkConfig) else (None, 0)
-        collator = StreamCollator(t.max_length, t.seed, *blocks, pin_memory=r.device.type == 'cuda')
-        source = iter(stream_batches(self.stream, [m for s in plan for m in s], collator, r.device, t.num_workers))
+        source = iter(stream_batches(self.stream, [m for s in plan for m in s], recipe_collator(self.recipe, r.device),
+                                     r.device, t.num_workers))
+        layer_ids = self.recipe.draft.target_layer_ids
         def get():
             batch = next(source)
-            return online_hidden_states(batch, self.target, d.target_layer_ids) if self.online else batch
+            return online_hidden_states(batch, self.target, layer_ids) if self.online else batch
         for s in plan: yield [get]*len(s)
         source.close()
 
@@ -335,9 +350,7 @@ class Trainer:
         "Held-out acceptance by real decoding, on rank 0"
         weights = whole_weights(self.module.draft)
         if self.ranks.rank == 0:
-            draft = type(self.module.draft)(self.module.draft.config).to(self.ranks.device, self.module.draft.dtype)
-            draft.load_state_dict(weights)
-            found = self.evaluate(draft.eval(), self.step)
+            found = self.evaluate(whole_copy(self.module.draft, weights, self.ranks.device), self.step)
             log.write(dict(step=self.step, **{f'eval_{k}': v for k,v in found.items()}))
         self.ranks.wait()
 
