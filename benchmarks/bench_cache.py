@@ -7,6 +7,7 @@ on a shared machine a turn can only be disturbed, never sped up. The page cache 
 second epoch. `ratio` is the time of read + collate over a memcpy of as many bytes as the batch has, padding included,
 from ordinary memory; `ratio_to_samples` over a memcpy of the samples' bytes alone; `ratio_to_file` over a memcpy of the
 same samples out of the mapped file, whose pages are small and cost the processor more than ordinary memory does.
+`ask_over_memcpy` is the time to ask the kernel ahead for samples that it has already, over a memcpy of their bytes.
 """
 import argparse
 import json
@@ -80,6 +81,11 @@ def bench_write(folder, samples, turns):
 def read(ds, indices, collate): collate(ds.__getitems__(indices))
 
 
+def ask(ds, indices):
+    "What it costs to ask the kernel for samples that it has: the reader stops doing so while the disk is idle"
+    for i in indices: ds._advise(ds.records[i])
+
+
 def copy_mapped(spans, out):
     "Memcpy of samples as they lie in the mapped shard, one behind the other"
     start = 0
@@ -106,20 +112,21 @@ def bench_read(ds, turns):
             order = [indices[i:i+batch_size].tolist() for i in range(0, len(ds)-batch_size+1, batch_size)]
             sizes = [(int(used[b].sum()), int(used[b].max())*len(b)) for b in order] # of the samples, of the batch
             # a destination for each, so that none finds its own warmer than the others find theirs
-            outs, best = [np.full(max(n for _, n in sizes), 1, np.uint8) for _ in range(3)], np.full((len(order), 4), 9e9)
+            outs, best = [np.full(max(n for _, n in sizes), 1, np.uint8) for _ in range(3)], np.full((len(order), 5), 9e9)
             collate, start = CacheCollator(), 0
             for _ in range(turns+1): # the first turn maps the pages and fills the pool
                 for b, (indices_b, pair) in enumerate(zip(order, sizes)):
                     if start+sum(pair) > len(memory): start = 0
                     copied = [seconds(np.copyto, out[:n], memory[o:o+n]) for out, n, o in zip(outs, pair, (start, start+pair[0]))]
                     mapped = seconds(copy_mapped, [spans[i] for i in indices_b], outs[2])
-                    best[b] = np.minimum(best[b], (*copied, mapped, seconds(read, ds, indices_b, collate)))
+                    took = (*copied, mapped, seconds(read, ds, indices_b, collate), seconds(ask, ds, indices_b))
+                    best[b] = np.minimum(best[b], took)
                     start += sum(pair)
-            samples_s, batch_s, mapped_s, ours_s = best.sum(0).tolist()
+            samples_s, batch_s, mapped_s, ours_s, ask_s = best.sum(0).tolist()
             padding = 1-sum(n for n, _ in sizes)/sum(n for _, n in sizes)
             results[f'batch {batch_size}, {name}'] = dict(
                 memcpy_s=batch_s, read_collate_s=ours_s, ratio=ours_s/batch_s, ratio_to_samples=ours_s/samples_s,
-                ratio_to_file=ours_s/mapped_s, padding=padding, gb_per_s=sum(n for n, _ in sizes)/ours_s/1e9)
+                ratio_to_file=ours_s/mapped_s, ask_over_memcpy=ask_s/samples_s, padding=padding, gb_per_s=sum(n for n, _ in sizes)/ours_s/1e9)
     return results
 
 

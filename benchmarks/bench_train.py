@@ -5,7 +5,7 @@ python benchmarks/bench_train.py [--anchors 32 64 256 512] [--forms plain chunke
 
 Each case runs in a process of its own, since a peak cannot be taken back. Random weights and features of the right shapes: neither the
 time nor the memory depends on their values. Forms: `plain` is the definition of the loss, which keeps several [slots, 49152] tensors and is
-measured up to --plain-up-to anchors only; `chunked` is the recipe as it trains, forward and backward over 32 blocks at a time
+measured up to --plain-up-to anchors only; `chunked` is the recipe as it trains, forward and backward over 64 blocks at a time
 (`blocks_at_once`); `compiled` is `chunked` with torch.compile; `whole` is the chunked loss with all blocks at once, whose draft activations
 grow with the number of anchors, and `recomputed` is `whole` with gradient checkpointing. The bounds checked at the end are the ones the
 repository promises.
@@ -16,6 +16,7 @@ import resource
 import subprocess
 import sys
 import time
+from functools import partial
 
 import torch
 from transformers import LlamaConfig
@@ -50,7 +51,8 @@ def one_case(anchors, form, steps, length, dtype):
     draft = DSparkModel(dspark_config(SMOLLM2, recipe.draft))
     draft.init_weights(0)
     draft.to(resolve_dtype(dtype, torch.device('cpu'))).train()
-    draft.gradient_checkpointing,terms = form == 'recomputed', plain_terms if form == 'plain' else chunked_terms
+    draft.gradient_checkpointing = form == 'recomputed'
+    terms = plain_terms if form == 'plain' else partial(chunked_terms, chunk=recipe.training.loss_chunk)
     if form == 'compiled':
         for layer in draft.layers: compile_around_attention(layer)
     blocks_at_once = recipe.training.blocks_at_once if form in ('chunked', 'compiled') else None

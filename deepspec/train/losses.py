@@ -61,8 +61,7 @@ def _slot_gradient(u, t, labels, w, softcap, out):
     if softcap is not None: u_cap,t = _cap(u, softcap),_cap(t, softcap)
     else: u_cap = u
     p,q = (torch.softmax(x, -1, dtype=torch.float32) for x in (u_cap, t))
-    q_max,favourite = q.max(-1)
-    p_max = p.amax(-1)
+    favourite,p_max = q.argmax(-1),p.amax(-1)
     lse = u_cap.amax(-1).float() - p_max.log() # the largest logit is where p is largest: log Σ exp without another pass
     out[0] = lse - u_cap.gather(1, labels[:, None])[:, 0].float()
     out[3] = (p.gather(1, favourite[:, None])[:, 0] >= p_max).float()
@@ -85,29 +84,33 @@ class _ChunkedTerms(torch.autograd.Function):
         "Weighted sum of the terms, and the terms a slot; the gradients wait in `ctx`. Arguments as of `chunked_terms`"
         M,V = len(h),len(head)
         out = h.new_zeros(4, M, dtype=torch.float32)
-        grad_h = torch.zeros_like(h)
-        grad_latent,grad_w2 = (None, None) if latent is None else (torch.zeros_like(latent), torch.zeros_like(w2,
-            dtype=torch.float32))
+        grad_h,grad_w2 = torch.zeros_like(h),None
+        grad_latent = None if latent is None else torch.zeros_like(latent)
+        # on a CPU, the target's logits of a part are enough at one time, and all passes over a few rows stay in its cache
+        part_rows,rows = (chunk, chunk) if h.is_cuda else (min(chunk, 128), max(1, 800_000//V))
         # reused: a fresh 25 MB costs more than the product
-        u_buffer,t_buffer = h.new_empty(2, min(chunk, M), V).unbind(0)
-        rows = chunk if h.is_cuda else max(1, 800_000//V) # on a CPU all passes over a few rows stay in its cache
+        u_buffer,t_buffer = (h.new_empty(min(n, M), V) for n in (chunk, part_rows))
         for i in range(0, M, chunk):
             at = slice(i, min(i + chunk, M))
-            u,t = u_buffer[:at.stop-i],t_buffer[:at.stop-i]
+            u = u_buffer[:at.stop-i]
             torch.mm(h[at], head.T, out=u)
             if latent is not None: u.addmm_(latent[at], w2.T)
-            torch.mm(target[at], head.T, out=t)
-            for j in range(0, len(u), rows):
-                k = slice(j, min(j + rows, len(u)))
-                there = slice(i + k.start, i + k.stop)
-                row_weights = {n: w[there] for n,w in weights.items()}
-                _slot_gradient(u[k], t[k], labels[there], row_weights, softcap, out[:, there])
+            for j in range(0, len(u), part_rows):
+                u_part = u[j:j+part_rows]
+                t = torch.mm(target[at][j:j+part_rows], head.T, out=t_buffer[:len(u_part)])
+                for k in range(0, len(t), rows):
+                    there = slice(i + j + k, i + j + k + len(t[k:k+rows]))
+                    row_weights = {n: w[there] for n,w in weights.items()}
+                    _slot_gradient(u_part[k:k+rows], t[k:k+rows], labels[there], row_weights, softcap, out[:, there])
             if not any(ctx.needs_input_grad): continue
             torch.mm(u, head, out=grad_h[at])
             if latent is not None:
                 torch.mm(u, w2, out=grad_latent[at])
-                grad_w2 += u.T @ latent[at]
-        ctx.grads = (grad_h, grad_latent, grad_w2 if grad_w2 is None else grad_w2.to(w2.dtype))
+                part = u.T @ latent[at]
+                # one chunk needs no fp32 sum, whose passes over [V, r] cost as much as a product
+                grad_w2 = part if grad_w2 is None else grad_w2.float().add_(part)
+        if latent is not None: grad_w2 = torch.zeros_like(w2) if grad_w2 is None else grad_w2.to(w2.dtype)
+        ctx.grads = grad_h,grad_latent,grad_w2
         ce,tv,soft,agree = out
         total = sum((weights[k]*x).sum() for k,x in (('w_ce', ce), ('w_tv', tv), ('w_soft', soft)) if k in weights)
         ctx.mark_non_differentiable(ce, tv, soft, agree)

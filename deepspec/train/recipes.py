@@ -89,7 +89,8 @@ def eagle3_gemma4_12b()->Recipe:
 
 # %% ../../nbs/34_recipes.ipynb #c010
 LAPTOP = TrainConfig(max_steps=300, global_batch_size=8, micro_batch_size=8, max_length=512, dtype='auto',
-                     save_steps=100, warm_start=True, blocks_at_once=32)
+                     save_steps=100, warm_start=True, blocks_at_once=64,
+                     loss_chunk=448)
 
 def dspark_smollm2_135m()->Recipe:
     "DSpark for SmolLM2-135M, sized for a few minutes on two cores"
