@@ -55,13 +55,21 @@ def plain_terms(
     return SlotTerms(total=total, ce_M=ce.detach(), tv_M=tv.detach(), soft_ce_M=soft.detach(), agree_M=agree)
 
 # %% ../../nbs/30_losses.ipynb #c008
+def _favourite(x_MV, width=128):
+    "argmax of each row; first among the maxima of short stretches, which a CPU finds several times as fast"
+    M,V = x_MV.shape
+    if x_MV.is_cuda or V % width: return x_MV.argmax(-1)
+    stretches = x_MV.view(M, -1, width)
+    best = stretches.amax(-1).argmax(-1)
+    return best*width + stretches[torch.arange(M), best].argmax(-1)
+
 def _slot_gradient(u, t, labels, w, softcap, out):
     """Fill `out` (ce, tv, soft, agree [m] each), and overwrite the raw draft logits `u` [m, V] with the gradient
     of the weighted terms"""
     if softcap is not None: u_cap,t = _cap(u, softcap),_cap(t, softcap)
     else: u_cap = u
     p,q = (torch.softmax(x.float(), -1) for x in (u_cap, t))
-    favourite,p_max = q.argmax(-1),p.amax(-1)
+    favourite,p_max = _favourite(q),p.amax(-1)
     lse = u_cap.amax(-1).float() - p_max.log() # the largest logit is where p is largest: log Σ exp without another pass
     out[0] = lse - u_cap.gather(1, labels[:, None])[:, 0].float()
     out[3] = (p.gather(1, favourite[:, None])[:, 0] >= p_max).float()
