@@ -68,9 +68,10 @@ def test_chunked_equals_plain_in_every_gradient(head, kind):
 def test_terms_alone_and_together(chunk, names):
     torch.manual_seed(0)
     h,latent,w2 = (torch.randn(*s, requires_grad=True) for s in ((11, 8), (11, 3), (50, 3)))
-    head,t,labels = torch.randn(50, 8), torch.randn(11, 8), torch.randint(0, 50, (11,))
+    head,t,labels = torch.randn(50, 8), torch.randn(7, 8), torch.randint(0, 50, (11,))
+    place = torch.randint(0, 7, (11,))
     weights = {n: torch.rand(11) for n in names}
-    want,got = plain_terms(h, latent, w2, head, t, labels, weights), chunked_terms(h, latent, w2, head, t, labels, weights, chunk=chunk)
+    want,got = (f(h, latent, w2, head, t, place, labels, weights, **k) for f,k in ((plain_terms, {}), (chunked_terms, dict(chunk=chunk))))
     torch.testing.assert_close(got.total, want.total)
     for a,b in zip(torch.autograd.grad(3*got.total, (h, latent, w2)), torch.autograd.grad(3*want.total, (h, latent, w2))):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=2e-6)
@@ -81,10 +82,10 @@ def test_closed_form_gradient_by_finite_differences():
     h = torch.randn(4, 5, dtype=torch.double, requires_grad=True)
     head,t,labels = torch.randn(9, 5, dtype=torch.double), torch.randn(4, 5, dtype=torch.double), torch.randint(0, 9, (4,))
     weights = dict(w_ce=torch.rand(4), w_tv=torch.rand(4))
-    grad, = torch.autograd.grad(chunked_terms(h, None, None, head, t, labels, weights).total, h)
+    grad, = torch.autograd.grad(chunked_terms(h, None, None, head, t, torch.arange(4), labels, weights).total, h)
     step = 1e-3
     for i in range(4):
-        moved = [plain_terms(h.detach() + d*torch.eye(20, dtype=torch.double)[5*i].view(4, 5), None, None, head, t, labels, weights).total for d in (step, -step)]
+        moved = [plain_terms(h.detach() + d*torch.eye(20, dtype=torch.double)[5*i].view(4, 5), None, None, head, t, torch.arange(4), labels, weights).total for d in (step, -step)]
         assert abs((moved[0] - moved[1]).item()/(2*step) - grad[i, 0].item()) < 1e-3
 
 
@@ -92,7 +93,7 @@ def test_logits_that_overflow_an_exponential_stay_finite():
     h = torch.full((2, 4), 50., requires_grad=True)
     head,t,labels = torch.randn(30, 4)*20, torch.randn(2, 4), torch.tensor([3, 4])
     weights = dict(w_ce=torch.ones(2), w_tv=torch.ones(2))
-    want,got = (f(h, None, None, head, t, labels, weights) for f in (plain_terms, chunked_terms))
+    want,got = (f(h, None, None, head, t, torch.arange(2), labels, weights) for f in (plain_terms, chunked_terms))
     torch.testing.assert_close(got.total, want.total)
     assert torch.autograd.grad(got.total, h)[0].isfinite().all()
 
@@ -107,8 +108,21 @@ def test_no_vocabulary_sized_tensor_survives_a_chunk(monkeypatch, target):
     monkeypatch.setattr(losses.torch, 'mm', spy)
     h = torch.randn(100, 8, requires_grad=True)
     weights = dict(w_ce=torch.ones(100), w_tv=torch.ones(100))
-    chunked_terms(h, None, None, torch.randn(64, 8), torch.randn(100, 8), torch.randint(0, 64, (100,)), weights, chunk=16).total.backward()
+    chunked_terms(h, None, None, torch.randn(64, 8), torch.randn(100, 8), torch.arange(100), torch.randint(0, 64, (100,)), weights, chunk=16).total.backward()
     assert max(r for r,c in seen if c == 64) == 16
+
+
+def test_a_row_of_the_target_is_computed_once_a_part(monkeypatch):
+    "Forty slots of eight rows: no product of the target has more than eight"
+    seen,real = [],torch.mm
+    def spy(a, b, out=None):
+        seen.append(len(a))
+        return real(a, b, out=out)
+    monkeypatch.setattr(losses.torch, 'mm', spy)
+    h,place = torch.randn(40, 8, requires_grad=True), torch.arange(40) % 8
+    weights = dict(w_ce=torch.ones(40))
+    chunked_terms(h, None, None, torch.randn(64, 8), torch.randn(8, 8), place, torch.randint(0, 64, (40,)), weights)
+    assert sorted(seen) == [8, 40, 40]  # the target's, the draft's, and the draft's gradient
 
 
 def test_summing_first_makes_the_loss_independent_of_the_deal(target):

@@ -38,7 +38,8 @@ def plain_terms(
     latent_Mr:torch.Tensor|None, # Latents of the sequential head, None without one
     w2_Vr:torch.Tensor|None, # Its output matrix
     head_VH:torch.Tensor, # lm_head, frozen
-    target_MH:torch.Tensor, # Last hidden states of the target where it predicts the slot's label
+    target_TH:torch.Tensor, # Last hidden states of the target
+    place_M:torch.Tensor, # int64, the row of `target_TH` that predicts the slot's label; blocks that overlap share rows
     labels_M:torch.Tensor, # int64
     weights:dict, # w_ce, w_tv, w_soft: fp32 [M] each; an absent one is 0
     softcap:float|None=None, # Of both logits
@@ -47,6 +48,7 @@ def plain_terms(
     u = F.linear(h_MH, head_VH)
     if latent_Mr is not None: u = u + F.linear(latent_Mr, w2_Vr)
     logp = torch.log_softmax(_cap(u, softcap).float(), -1)
+    target_MH = target_TH[place_M].to(h_MH.dtype)
     with torch.no_grad(): q = torch.softmax(_cap(F.linear(target_MH, head_VH), softcap).float(), -1)
     ce = -logp.gather(1, labels_M[:, None])[:, 0]
     tv,soft = (logp.exp() - q).abs().sum(-1), -(q*logp).sum(-1)
@@ -88,7 +90,7 @@ def _slot_gradient(u, t, labels, w, softcap, out):
 class _ChunkedTerms(torch.autograd.Function):
     "Loss and gradients chunk by chunk; backward only scales what forward has computed"
     @staticmethod
-    def forward(ctx, h, latent, w2, head, target, labels, weights, softcap, chunk):
+    def forward(ctx, h, latent, w2, head, target, place, labels, weights, softcap, chunk):
         "Weighted sum of the terms, and the terms a slot; the gradients wait in `ctx`. Arguments as of `chunked_terms`"
         M,V = len(h),len(head)
         out = h.new_zeros(4, M, dtype=torch.float32)
@@ -104,12 +106,14 @@ class _ChunkedTerms(torch.autograd.Function):
             torch.mm(h[at], head.T, out=u)
             if latent is not None: u.addmm_(latent[at], w2.T)
             for j in range(0, len(u), part_rows):
-                u_part = u[j:j+part_rows]
-                t = torch.mm(target[at][j:j+part_rows], head.T, out=t_buffer[:len(u_part)])
-                for k in range(0, len(t), rows):
-                    there = slice(i + j + k, i + j + k + len(t[k:k+rows]))
+                # each row of the target once: with many anchors, most slots share theirs with another block's
+                places,which = place[at][j:j+part_rows].unique(return_inverse=True)
+                t = torch.mm(target[places].to(h.dtype), head.T, out=t_buffer[:len(places)])
+                for k in range(j, min(j + part_rows, len(u)), rows):
+                    u_rows,t_rows = u[k:min(k + rows, j + part_rows)],t[which[k-j:k-j+rows]]
+                    there = slice(i + k, i + k + len(u_rows))
                     row_weights = {n: w[there] for n,w in weights.items()}
-                    _slot_gradient(u_part[k:k+rows], t[k:k+rows], labels[there], row_weights, softcap, out[:, there])
+                    _slot_gradient(u_rows, t_rows, labels[there], row_weights, softcap, out[:, there])
             if not any(ctx.needs_input_grad): continue
             torch.mm(u, head, out=grad_h[at])
             if latent is not None:
@@ -128,22 +132,22 @@ class _ChunkedTerms(torch.autograd.Function):
     def backward(ctx, grad_total, *_):
         "The kept gradients times the incoming one"
         scaled = (g if g is None else g*grad_total.to(g.dtype) for g in ctx.grads)
-        return *scaled, *(None,)*6
+        return *scaled, *(None,)*7
 
 def chunked_terms(
     h_MH:torch.Tensor, # As for `plain_terms`
     latent_Mr:torch.Tensor|None, # As for `plain_terms`
     w2_Vr:torch.Tensor|None, # As for `plain_terms`
     head_VH:torch.Tensor, # As for `plain_terms`; takes no gradient
-    target_MH:torch.Tensor, # As for `plain_terms`
+    target_TH:torch.Tensor, # As for `plain_terms`
+    place_M:torch.Tensor, # As for `plain_terms`
     labels_M:torch.Tensor, # As for `plain_terms`
     weights:dict, # As for `plain_terms`
     softcap:float|None=None, # As for `plain_terms`
     chunk:int=256, # Slots whose logits exist at one time
 )->SlotTerms: # Equal to `plain_terms` to rounding
     "The terms with memory for `chunk` rows of logits, however many slots there are"
-    found = _ChunkedTerms.apply(h_MH, latent_Mr, w2_Vr, head_VH, target_MH.to(h_MH.dtype), labels_M, weights, softcap,
-                                chunk)
+    found = _ChunkedTerms.apply(h_MH, latent_Mr, w2_Vr, head_VH, target_TH, place_M, labels_M, weights, softcap, chunk)
     return SlotTerms(**dict(zip(('total', 'ce_M', 'tv_M', 'soft_ce_M', 'agree_M'), found)))
 
 # %% ../../nbs/30_losses.ipynb #c012
@@ -185,11 +189,12 @@ def dspark_loss(
     keep = blocks.supervised_NK
     slots = keep.nonzero()[:, 1]
     w_M = loss.slot_weights(draft.block_size).to(h_NKH.device)[slots]
-    at = (blocks.rows_N[:, None].expand_as(keep)[keep], blocks.positions_NK[keep])
+    last_BSH = batch['target_last_hidden_states']
+    place_M = (blocks.rows_N[:, None]*last_BSH.shape[1] + blocks.positions_NK)[keep]
     head = draft.markov_head
     latent = head.latents(h_NKH, blocks.prev_NK)[keep] if head is not None else None
     found = terms(h_NKH[keep], latent, head.markov_w2.weight if head is not None else None, draft.lm_head.weight,
-                  batch['target_last_hidden_states'][at].to(draft.dtype), blocks.labels_NK[keep],
+                  last_BSH.flatten(0, 1), place_M, blocks.labels_NK[keep],
                   dict(w_ce=w_M*loss.ce_loss_alpha, w_tv=w_M*loss.l1_loss_alpha), draft.softcap)
     total,confidence = found.total + 0*h_NKH.float().sum(), None # the zero keeps a batch without slots in the graph
     if draft.confidence_head is not None:
@@ -248,9 +253,8 @@ def eagle3_loss(
         keep = eagle3_slots(batch['loss_mask'], s)
         rows,at = keep.nonzero(as_tuple=True)
         w = torch.full((len(rows),), draft.config.step_loss_decay**s, device=h_BSH.device)
-        x = terms(draft.norm(h_BSH)[keep], None, None, draft.lm_head.weight, last[rows, at + 1 + s].to(draft.dtype),
-                  ids[rows, at + 2 + s],
-                  dict(w_soft=w), draft.softcap)
+        x = terms(draft.norm(h_BSH)[keep], None, None, draft.lm_head.weight, last.flatten(0, 1),
+                  rows*last.shape[1] + at + 1 + s, ids[rows, at + 2 + s], dict(w_soft=w), draft.softcap)
         total = total + x.total + 0*h_BSH.float().sum() # the zero keeps a batch without slots in the graph
         found.append((keep, w, x))
     return LossSums(total=total, weight=batch['attention_mask'].sum().float(), stats=_eagle3_stats(found, K))
