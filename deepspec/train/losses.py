@@ -96,7 +96,7 @@ class _ChunkedTerms(torch.autograd.Function):
         out = h.new_zeros(4, M, dtype=torch.float32)
         grad_h,grad_w2 = torch.zeros_like(h),None
         grad_latent = None if latent is None else torch.zeros_like(latent)
-        # on a CPU, the target's logits of a part are enough at one time, and all passes over a few rows stay in its cache
+        # on a CPU the target's logits of a part are enough, and all passes over a few rows stay in its cache
         part_rows,rows = (chunk, chunk) if h.is_cuda else (min(chunk, 128), max(1, 800_000//V))
         # reused: a fresh 25 MB costs more than the product
         u_buffer,t_buffer = (h.new_empty(min(n, M), V) for n in (chunk, part_rows))
