@@ -87,6 +87,7 @@ def _slot_gradient(u, t, labels, w, softcap, out):
     if softcap is not None: g.mul_(1 - (u_cap.float()/softcap)**2)
     u.copy_(g)
 
+# %% ../../nbs/30_losses.ipynb #c008c
 class _ChunkedTerms(torch.autograd.Function):
     "Loss and gradients chunk by chunk; backward only scales what forward has computed"
     @staticmethod
