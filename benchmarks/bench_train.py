@@ -3,12 +3,13 @@
 python benchmarks/bench_train.py [--anchors 32 64 256 512] [--forms plain chunked] [--steps 2] [--rounds 2]
                                  [--dtype auto] [--out bench_train.json]
 
-Each case runs in a process of its own, since a peak cannot be taken back, and all of them in turn, since a shared machine has bad minutes. Random weights and features of the right shapes: neither the
-time nor the memory depends on their values. Forms: `plain` is the definition of the loss, which keeps several [slots, 49152] tensors and is
-measured up to --plain-up-to anchors only; `chunked` is the recipe as it trains, forward and backward over 64 blocks at a time
-(`blocks_at_once`); `compiled` is `chunked` with torch.compile; `whole` is the chunked loss with all blocks at once, whose draft activations
-grow with the number of anchors, and `recomputed` is `whole` with gradient checkpointing. The bounds checked at the end are the ones the
-repository promises.
+Each case runs in a process of its own, since a peak cannot be taken back, and all of them in turn, since a shared machine has bad
+minutes. Random weights and features of the right shapes: neither the time nor the memory depends on their values.
+
+Forms: `plain` is the definition of the loss, which keeps several [slots, 49152] tensors and is measured up to --plain-up-to anchors
+only; `chunked` is the recipe as it trains, forward and backward over 64 blocks at a time (`blocks_at_once`); `compiled` is `chunked`
+with torch.compile; `whole` is the chunked loss with all blocks at once, whose draft activations grow with the number of anchors, and
+`recomputed` is `whole` with gradient checkpointing. The bounds checked at the end are the ones the repository promises.
 """
 import argparse
 import json

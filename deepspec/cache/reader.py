@@ -133,5 +133,9 @@ class CacheDataset(torch.utils.data.Dataset):
         other = object.__new__(type(self))
         other.__dict__.update(self.__getstate__(), _range=sub)
         return other
-    def skip(self, n:int): return self._subset(self._range[max(n, 0):])
-    def take(self, n:int): return self._subset(self._range[:max(n, 0)])
+    def skip(self, n:int)->'CacheDataset':
+        "All samples but the first `n`"
+        return self._subset(self._range[max(n, 0):])
+    def take(self, n:int)->'CacheDataset':
+        "The first `n` samples"
+        return self._subset(self._range[:max(n, 0)])

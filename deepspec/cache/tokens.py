@@ -18,7 +18,7 @@ from .work import Rank, share_work
 from ..io import atomic_open
 
 # %% ../../nbs/19b_token_parts.ipynb #c007
-def _result(result, min_loss_tokens)->str|None:
+def _why_dropped(result, min_loss_tokens)->str|None:
     "Why a tokenised row is dropped, None if it is kept"
     if reason := getattr(result, 'reason', None): return str(reason)
     n = int(np.count_nonzero(result.loss_mask))
@@ -31,7 +31,7 @@ def write_part(
     min_loss_tokens:int, # Samples with fewer are dropped
 ):
     "Write the kept samples of a part, and the reasons of the others"
-    reasons = {first_row + i: why for i,r in enumerate(results) if (why := _result(r, min_loss_tokens))}
+    reasons = {first_row + i: why for i,r in enumerate(results) if (why := _why_dropped(r, min_loss_tokens))}
     kept = [(first_row + i, r) for i,r in enumerate(results) if first_row + i not in reasons]
     def flat(name, dtype):
         return np.concatenate([np.empty(0, dtype), *(np.asarray(getattr(r, name), dtype) for _,r in kept)])

@@ -69,7 +69,7 @@ def read_tools(
     tools = row.get('tools')
     try: tools = json.loads(tools) if isinstance(tools, str) and tools.strip() else tools
     except ValueError as e: raise RowRefused('bad_row', f'tools are not valid JSON ({e})') from None
-    if tools and not isinstance(tools, list): 
+    if tools and not isinstance(tools, list):
         raise RowRefused('bad_row', f'tools are {type(tools).__name__}, not a list')
     return tools or None
 
@@ -341,8 +341,7 @@ def check_hope(
     if not any(s.up for s in run.pool.states) and dead_s > run.patience.all_dead_s:
         why = '; '.join(f'{s.label}: {s.last_trouble}' for s in run.pool.states)
         raise ValueError(f"no server answers since {dead_s:.0f} s ({why}); {run.tally.num_rows} rows are safe in "
-                         f"{run.folder.out}, "
-                         "start the servers and run this again")
+                         f"{run.folder.out}, start the servers and run this again")
     if not run.num_new_rows and run.num_hopeless >= run.patience.hopeless_rows:
         last = deque(read_rows(run.folder.rejected), maxlen=1)[0]
         raise ValueError(f"the first {run.num_hopeless} rows were all refused ({last['reason']}: {last['detail']}); "
@@ -366,10 +365,9 @@ def write_series(
 ):
     "One line of the time series for each server"
     for s in run.pool.states:
+        counts = {k: s.counts[k] for k in ('answers', 'troubles', 'completion_tokens')}
         run.series.append(dict(id=s.label, at=time.time(), elapsed_s=round(time.monotonic() - run.started, 3), up=s.up,
-                               in_flight=s.in_flight,
-                               window=s.window, answers=s.counts['answers'], troubles=s.counts['troubles'],
-                               completion_tokens=s.counts['completion_tokens']))
+                               in_flight=s.in_flight, window=s.window, **counts))
 
 async def work(
     run:Run, # The run
@@ -477,11 +475,9 @@ def summarize(
     still_due = len(run.pending) - run.num_new_rows - run.num_new_rejected if run else 0
     summary = RegenerateSummary(
         output=folder.out.name, rejected=folder.rejected.name, complete=not still_due, num_input_rows=len(rows),
-        num_rows=tally.num_rows,
-        num_rejected=tally.num_rejected, num_new_rows=run.num_new_rows if run else 0,
-        num_retries=run.num_retries if run else 0,
-        finish_reasons=dict(tally.finish_reasons), reject_reasons=dict(tally.reject_reasons),
-        prompt_tokens=tally.prompt_tokens,
+        num_rows=tally.num_rows, num_rejected=tally.num_rejected, num_new_rows=run.num_new_rows if run else 0,
+        num_retries=run.num_retries if run else 0, finish_reasons=dict(tally.finish_reasons),
+        reject_reasons=dict(tally.reject_reasons), prompt_tokens=tally.prompt_tokens,
         completion_tokens=tally.completion_tokens,
         answer_chars={str(k): v for k,v in sorted(tally.answer_chars.items())},
         elapsed_s=round(elapsed_s, 3), tokens_per_s=round(run.new_tokens/elapsed_s, 1) if run else 0.,
@@ -498,7 +494,9 @@ class Job:
     folder:OutputFolder # Files
     tally:Tally # Counts on disk
     servers:list # `HttpServer`s and engines
-    settings:dict # Settings of `choose_request`, plus `reject_length` and `seed`
+    settings:dict # Settings of `choose_request`
+    reject_length:bool # Whether cut answers are refused
+    seed:int|None # Of all answers together
     window:int|None # For each server
     patience:Patience # How long to insist
 
@@ -507,18 +505,16 @@ async def do_job(
     stop:asyncio.Event, # Set to end early
 )->RegenerateSummary: # What is on disk now
     "Probe the servers, do the pending rows, write the summary"
-    settings = dict(job.settings)
-    reject_length,seed = settings.pop('reject_length'),settings.pop('seed')
     try:
         for s in job.servers: await s.open()
         states = await probe_all(job.servers, job.window, _say)
-        request = choose_request(states, **settings)
+        request = choose_request(states, **job.settings)
         job.folder.begin(dict(model=request.model, sampling=asdict(request.sampling), max_tokens=request.max_tokens,
-                              reject_length=reject_length,
-                              seed=seed))
+                              reject_length=job.reject_length, seed=job.seed))
         _say(f'{len(job.pending)} rows for {request.model}, max_tokens {request.max_tokens}, {request.sampling}')
         pool = ServerPool(states)
-        run = Run(job.rows, job.pending, job.folder, job.tally, pool, request, job.patience, reject_length, seed)
+        run = Run(job.rows, job.pending, job.folder, job.tally, pool, request, job.patience, job.reject_length,
+                  job.seed)
         try:
             bench_dead(pool)
             await run_all(run, stop, sum(s.window for s in states)*9//8 + 2)
@@ -561,9 +557,9 @@ def regenerate(
         del done # a run of days has no use for it
         if not len(pending): return summarize(folder, rows, tally)
         settings = dict(sampling=sampling, overrides=overrides, max_tokens=max_tokens, keep_token_ids=keep_token_ids,
-                        model=model, reject_length=reject_length, seed=seed)
+                        model=model)
         job = Job(rows=rows, pending=pending, folder=folder, tally=tally, servers=servers, settings=settings,
-                  window=window, patience=patience)
+                  reject_length=reject_length, seed=seed, window=window, patience=patience)
         summary = run_stoppable(lambda stop: do_job(job, stop))
     if summary.complete and not summary.num_rows:
         last = deque(read_rows(folder.rejected), maxlen=1)[0]

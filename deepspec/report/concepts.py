@@ -20,6 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from ..cache.format import CacheShape, INDEX_DTYPE, TENSOR_NAMES, tensor_offsets, tensor_token_nbytes
+from ..cache.writer import shard_name
 from ..eval.calibrate import Recorded, fit_temperatures, reliability, survival_chances
 from ..eval.decode import Cycle, verify_greedy
 from ..eval.metrics import count_cycles
@@ -192,7 +193,7 @@ def plot_sample_layout(
     ax.text(0, 3.68, f'samples.idx: {sum(sizes)} bytes a sample, little-endian', fontsize=9, weight='bold')
     index = _strip(ax, 3.05, sizes, [f'{l}\n{n} B' for l,n in zip(labels, sizes)], colors)
     tensors,offsets = tensor_token_nbytes(shape),tensor_offsets(shape, seq_len)
-    ax.text(0, 1.33, f'shard_0.bin: five tensors in this order, S = {seq_len:,} tokens', fontsize=9, weight='bold')
+    ax.text(0, 1.33, f'{shard_name(0)}: five tensors in this order, S = {seq_len:,} tokens', fontsize=9, weight='bold')
     wide = _strip(ax, 1.8, [1, 1, 1.25, 2.4, 1.9],
                   [f'{i + 1} {SHORT[n]}\n{b:,} B × S' for i,(n,b) in enumerate(zip(TENSOR_NAMES, tensors))], colors[3:])
     for i in range(5):
