@@ -174,7 +174,7 @@ class HttpServer:
         self.model,self.dialect,self.window = None,'sglang',None
         self._headers = {'Authorization': f'Bearer {api_key}'} if api_key else {}
         self.timeout = aiohttp.ClientTimeout(total=timeout_s, connect=min(10, timeout_s))
-        self.session = None
+        self.session:aiohttp.ClientSession|None = None
 
     async def open(self):
         "Open the connection pool in the running event loop"
@@ -187,6 +187,7 @@ class HttpServer:
 
     async def _fetch(self, method, path, **kwargs):
         "Status, headers and whole body; `ServerTrouble` if the connection fails"
+        assert self.session is not None, 'open() comes first'
         try:
             async with self.session.request(method, self.url + path, **kwargs) as r:
                 return r.status,r.headers,await r.read()

@@ -432,7 +432,7 @@ def run_stoppable(
 
 def _run_in_thread(guarded, stops):
     "Run a coroutine function in a thread with a loop of its own; Ctrl-C calls the stop functions"
-    outcome = []
+    outcome:list = []
     def body():
         try: outcome.append((asyncio.run(guarded()), None))
         except BaseException as e: outcome.append((None, e)) # carried over to the caller's thread

@@ -82,10 +82,10 @@ class RowLog:
 
     def close(self):
         "Flush and close"
-        if self.fd is None: return
+        if self.fd < 0: return
         self.sync()
         os.close(self.fd)
-        self.fd = None
+        self.fd = -1
 
 # %% ../../nbs/14d_row_log.ipynb #c013
 def read_rows(

@@ -19,6 +19,9 @@ from ..model.target import LayerTap, Target
 # %% ../../nbs/40_decode.ipynb #c006
 class RowLayer(DynamicLayer):
     "Keys and values of one layer [B, heads, capacity, head_dim]; a row's token at position p lies in column p"
+    keys:torch.Tensor
+    values:torch.Tensor
+
     def __init__(self,
         rows, # The `RowCache` that knows where this pass writes
     ):
@@ -299,7 +302,7 @@ class _Batch:
     def __init__(self, num_rows, config, stop_ids):
         self.config,self.stop_ids = config,frozenset(stop_ids)
         self.tokens,self.cycles = [[] for _ in range(num_rows)], [[] for _ in range(num_rows)]
-        self.reasons = [None]*num_rows
+        self.reasons:list = [None]*num_rows # `stop` or `length` once a row has ended
 
     @property
     def active(self): return [r is None for r in self.reasons]
@@ -344,6 +347,7 @@ class _Proposing:
         self.seconds += time.perf_counter() - started
 
     def propose(self, anchor_B, num_tokens, config, generator):
+        assert self.proposer is not None, 'without a draft nothing is proposed'
         started = time.perf_counter()
         proposal = self.proposer.propose(anchor_B, num_tokens, config.temperature, generator)
         self.seconds += time.perf_counter() - started

@@ -116,7 +116,7 @@ def evaluation_ranks():
 def _gather(found, world):
     "Every rank's list, joined"
     if world == 1: return found
-    parts = [None]*world
+    parts:list = [None]*world
     dist.all_gather_object(parts, found)
     return [x for part in parts for x in part]
 

@@ -199,8 +199,8 @@ class DraftLayer(nn.Module):
         super().__init__()
         self.self_attn = DraftAttention(config)
         self.mlp:nn.Module = Qwen3MLP(config)
-        self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.input_layernorm:nn.Module = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm:nn.Module = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def forward(self, h_NKH, context:Context, rope_NK, parts):
         "Hidden states [N, K, H] after this layer; `parts` as `layout_parts` gives them"
@@ -259,8 +259,9 @@ class Gemma4DraftLayer(DraftLayer):
     def __init__(self, config:PretrainedConfig):
         nn.Module.__init__(self)
         self.self_attn,self.mlp = Gemma4DraftAttention(config),Gemma4MLP(config)
-        for name in ('input', 'post_attention', 'pre_feedforward', 'post_feedforward'):
-            setattr(self, f'{name}_layernorm', Gemma4RMSNorm(config.hidden_size, eps=config.rms_norm_eps))
+        norm = lambda: Gemma4RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.input_layernorm,self.post_attention_layernorm = norm(),norm()
+        self.pre_feedforward_layernorm,self.post_feedforward_layernorm = norm(),norm()
         self.register_buffer('layer_scalar', torch.ones(1))
 
     def after_attention(self, h_NKH, o_NKhd):
@@ -281,7 +282,9 @@ class Family:
     embed:Callable # config -> embedding module
 
 def _scaled_embedding(config):
-    return Gemma4TextScaledWordEmbedding(config.vocab_size, config.hidden_size, None,
+    "Gemma4's embedding, which multiplies by the root of its width"
+    return Gemma4TextScaledWordEmbedding(config.vocab_size, config.hidden_size,
+                                         None, # type: ignore[arg-type] # no padding row; transformers hints int
                                          embed_scale=config.hidden_size**.5)
 
 QWEN3 = Family(prefix='Qwen3', norm=Qwen3RMSNorm, rope=Qwen3Rope, layer=DraftLayer, attention=DraftAttention,

@@ -90,8 +90,8 @@ class Eagle3Layer(nn.Module):
         super().__init__()
         family,H = draft_family(config.model_type),config.hidden_size
         self.self_attn,self.mlp = family.attention(config, 2*H),family.mlp(config)
-        for name in ('hidden_norm', 'input_layernorm', 'post_attention_layernorm'): setattr(self, name, family.norm(H,
-            eps=config.rms_norm_eps))
+        norm = lambda: family.norm(H, eps=config.rms_norm_eps)
+        self.hidden_norm,self.input_layernorm,self.post_attention_layernorm = norm(),norm(),norm()
 
     def forward(self, embed, h, rope, attend, past=None):
         "The new hidden state and this pass's keys and values; `attend(queries, kv, past)` decides who is seen"

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
 # %% ../../nbs/21_target.ipynb #c006
@@ -100,7 +100,7 @@ def target_config(
 class Target:
     "A frozen causal language model and its tokenizer"
     name:str # What the user called it
-    model:nn.Module # transformers causal LM in eval mode
+    model:PreTrainedModel # transformers causal LM in eval mode
     tokenizer:PreTrainedTokenizerFast # Fast tokenizer with a chat template
 
     @property
