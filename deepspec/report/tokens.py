@@ -13,7 +13,7 @@ from .figures import TOKEN_COLORS
 
 # %% ../../nbs/50b_tokens.ipynb #c006
 TOKEN_CSS = {kind: f'color:{TOKEN_COLORS[kind]};{look}' for kind,look in dict(
-    accepted='', rejected='text-decoration:line-through;opacity:.65;', bonus='font-weight:bold;').items()}
+    accepted='', rejected='text-decoration:line-through;', bonus='font-weight:bold;').items()}
 
 def _heading(example)->str:
     "Which draft, which prompt"
@@ -43,8 +43,8 @@ def _visible(token:str)->str:
 CYCLES_CSS = ''.join(f'.cycles {name}{{{css}}}' for name,css in {
     'th': 'text-align:left;padding-right:8px;font-weight:normal',
     'td': 'text-align:center;padding:1px 6px;border:1px solid #e4e4e4;font-family:monospace',
-    '.accepted': TOKEN_CSS['accepted'], '.rejected': TOKEN_CSS['rejected'].replace('opacity:.65;', ''),
-    '.lost': TOKEN_CSS['accepted'] + 'text-decoration:line-through;opacity:.65', '.bonus': TOKEN_CSS['bonus']}.items())
+    '.accepted': TOKEN_CSS['accepted'], '.rejected': TOKEN_CSS['rejected'],
+    '.lost': TOKEN_CSS['accepted'] + 'text-decoration:line-through', '.bonus': TOKEN_CSS['bonus']}.items())
 
 def _token_cells(tokens, kinds, titles)->str:
     "One row of a block, a cell a token"
