@@ -187,7 +187,7 @@ class HttpServer:
 
     async def _fetch(self, method, path, **kwargs):
         "Status, headers and whole body; `ServerTrouble` if the connection fails"
-        assert self.session is not None, 'open() comes first'
+        assert self.session is not None # our own invariant: `open` comes first
         try:
             async with self.session.request(method, self.url + path, **kwargs) as r:
                 return r.status,r.headers,await r.read()

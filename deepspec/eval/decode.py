@@ -347,7 +347,7 @@ class _Proposing:
         self.seconds += time.perf_counter() - started
 
     def propose(self, anchor_B, num_tokens, config, generator):
-        assert self.proposer is not None, 'without a draft nothing is proposed'
+        assert self.proposer is not None # our own invariant: without a draft nothing is proposed
         started = time.perf_counter()
         proposal = self.proposer.propose(anchor_B, num_tokens, config.temperature, generator)
         self.seconds += time.perf_counter() - started

@@ -29,12 +29,11 @@ def color_of(
     return known or CYCLE_COLORS[position % len(CYCLE_COLORS)]
 
 # %% ../../nbs/50_figures.ipynb #c009
-HOUSE_STYLE:dict = {'figure.figsize': (6.4, 3.6), 'figure.dpi': 110, 'figure.facecolor': 'white', 'savefig.bbox': 'tight',
-               'font.size': 10,
-               'axes.spines.top': False, 'axes.spines.right': False, 'axes.grid': True, 'grid.color': '#e4e4e4',
-               'axes.axisbelow': True,
-               'axes.titlelocation': 'left', 'axes.titlesize': 11, 'axes.titleweight': 'bold', 'legend.frameon': False,
-               'lines.linewidth': 1.8}
+HOUSE_STYLE:dict = {
+    'figure.figsize': (6.4, 3.6), 'figure.dpi': 110, 'figure.facecolor': 'white', 'savefig.bbox': 'tight',
+    'font.size': 10, 'axes.spines.top': False, 'axes.spines.right': False, 'axes.grid': True,
+    'grid.color': '#e4e4e4', 'axes.axisbelow': True, 'axes.titlelocation': 'left', 'axes.titlesize': 11,
+    'axes.titleweight': 'bold', 'legend.frameon': False, 'lines.linewidth': 1.8}
 
 def house_style():
     "Set matplotlib to the look that all reports share"
