@@ -187,7 +187,8 @@ class HttpServer:
 
     async def _fetch(self, method, path, **kwargs):
         "Status, headers and whole body; `ServerTrouble` if the connection fails"
-        assert self.session is not None # our own invariant: `open` comes first
+        if self.session is None:
+            raise ValueError(f"{self.label}: there are no connections yet; await `open()` before the first request")
         try:
             async with self.session.request(method, self.url + path, **kwargs) as r:
                 return r.status,r.headers,await r.read()

@@ -10,6 +10,7 @@ __all__ = ['RowLayer', 'RowCache', 'position_masks', 'TargetSession', 'verify_gr
 # %% ../../nbs/40_decode.ipynb #c003
 import inspect, time
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
@@ -335,7 +336,8 @@ class _Batch:
 class _Proposing:
     "A draft's proposer with a stopwatch; without a draft it proposes nothing"
     def __init__(self, draft, batch_size, config):
-        self.proposer,self.seconds,self.max_proposed = None,0.,0
+        self.proposer:Any = None
+        self.seconds,self.max_proposed = 0.,0
         if draft is None: return
         self.proposer,block = draft.proposer(batch_size), block_size(draft)
         self.max_proposed = min(config.num_proposed or block, block)
@@ -347,7 +349,6 @@ class _Proposing:
         self.seconds += time.perf_counter() - started
 
     def propose(self, anchor_B, num_tokens, config, generator):
-        assert self.proposer is not None # our own invariant: without a draft nothing is proposed
         started = time.perf_counter()
         proposal = self.proposer.propose(anchor_B, num_tokens, config.temperature, generator)
         self.seconds += time.perf_counter() - started

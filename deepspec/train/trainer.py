@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['FREE_SETTINGS', 'Ranks', 'process_group', 'resolve_dtype', 'DraftTraining', 'shard', 'prepare_module',
            'whole_weights', 'whole_copy', 'online_hidden_states', 'MetricsLog', 'stop_requests', 'block_parts',
-           'train_step', 'step_record', 'recipe_collator', 'claim_run', 'Trainer', 'TrainSummary', 'train', 'launch',
-           'main']
+           'train_step', 'step_record', 'recipe_collator', 'claim_run', 'step_batches', 'Trainer', 'TrainSummary',
+           'train', 'launch', 'main']
 
 # %% ../../nbs/33_trainer.ipynb #c003
 import argparse, contextlib, importlib, json, os, signal, subprocess, sys, time
@@ -296,14 +296,33 @@ def claim_run(
                                               f"another folder")
     return found
 
+# %% ../../nbs/33_trainer.ipynb #c023b
+def step_batches(
+    recipe:Recipe, # What to run
+    stream:SampleStream, # Samples in the order of the run
+    steps:range, # Steps to make
+    ranks:Ranks, # All processes
+    online_target:Target|None=None, # Makes the hidden states where the stream has none
+): # Yields a list of callables a step, each of which gives the next micro-batch of this rank
+    "Micro-batches of this rank, step after step"
+    t,layer_ids = recipe.training,recipe.draft.target_layer_ids
+    plan = [micro_batches(s, t.global_batch_size, t.micro_batch_size, ranks.rank, ranks.world_size) for s in steps]
+    batches = stream_batches(stream, [m for step in plan for m in step], recipe_collator(recipe, ranks.device),
+                             ranks.device, t.num_workers)
+    with contextlib.closing(iter(batches)) as source: # ends the reader's thread where the run is stopped early
+        def get():
+            batch = next(source)
+            return batch if online_target is None else online_hidden_states(batch, online_target, layer_ids)
+        for step in plan: yield [get]*len(step)
+
 # %% ../../nbs/33_trainer.ipynb #c025
 class Trainer:
     "A run: `Trainer(...).run()`"
     def __init__(self, recipe:Recipe, target:Target, dataset, out_dir:Path, ranks:Ranks, resume_from:Path|None,
                  evaluate=None, online:bool=False):
         t = recipe.training
-        self.recipe,self.target,self.out_dir,self.ranks = recipe,target,Path(out_dir),ranks
-        self.evaluate,self.online = evaluate,online
+        self.recipe,self.out_dir,self.ranks,self.evaluate = recipe,Path(out_dir),ranks,evaluate
+        self.online_target = target if online else None
         self.num_samples,self.stream = len(dataset),SampleStream(dataset, t.seed)
         self.total = t.max_steps or num_steps(len(dataset), t.epochs, t.global_batch_size)
         draft = draft_from_target(target, recipe.draft, t.seed)
@@ -332,20 +351,6 @@ class Trainer:
         self.ranks.wait()
         return self.saved
 
-    def batches(self):
-        "Callables that give this rank's micro-batches, step after step"
-        t,r = self.recipe.training,self.ranks
-        plan = [micro_batches(s, t.global_batch_size, t.micro_batch_size, r.rank, r.world_size)
-                for s in range(self.step, self.total)]
-        source = iter(stream_batches(self.stream, [m for s in plan for m in s], recipe_collator(self.recipe, r.device),
-                                     r.device, t.num_workers))
-        layer_ids = self.recipe.draft.target_layer_ids
-        def get():
-            batch = next(source)
-            return online_hidden_states(batch, self.target, layer_ids) if self.online else batch
-        for s in plan: yield [get]*len(s)
-        source.close()
-
     def measure(self, log:MetricsLog|None):
         "Held-out acceptance by real decoding, on rank 0"
         weights = whole_weights(self.module.draft)
@@ -362,7 +367,8 @@ class Trainer:
         progress = Progress(self.total, 'train', 'steps') if main else contextlib.nullcontext()
         with stop_requests() as asked, progress as bar:
             if main and self.step: bar.update(self.step)
-            for batches in self.batches():
+            for batches in step_batches(self.recipe, self.stream, range(self.step, self.total), self.ranks,
+                                        self.online_target):
                 began = time.perf_counter()
                 found = train_step(self.module, self.optimizer, batches, self.step, self.ranks, asked,
                                    t.blocks_at_once)
