@@ -6,6 +6,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 os.environ.setdefault('OMP_NUM_THREADS', '1')  # toys gain nothing from threads, and a forked child hangs in its parent's
+os.environ.setdefault('TOKENIZERS_PARALLELISM', 'false')  # the same goes for these threads; a command run here asks for them
 os.environ.setdefault('OMP_WAIT_POLICY', 'passive')  # spinning threads slow the child processes of a small machine
 os.environ.setdefault('PYDEVD_DISABLE_FILE_VALIDATION', '1')
 
