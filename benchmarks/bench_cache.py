@@ -158,6 +158,7 @@ def main():
     parser.add_argument('--turns', type=int, default=5)
     parser.add_argument('--out')
     args = parser.parse_args()
+    if args.folder: Path(args.folder).mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(dir=args.folder))
     try:
         samples = make_samples(CacheShape(hidden_size=args.hidden_size, num_layers=NUM_LAYERS), args.mb*10**6)

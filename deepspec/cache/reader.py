@@ -123,7 +123,8 @@ class CacheDataset(torch.utils.data.Dataset):
         "Sample `i`; `IndexError` past the end"
         at = INDEX_RECORD_SIZE*self._range[i]
         record = INDEX_RECORD_STRUCT.unpack_from(self.records, at) # type: ignore[arg-type] # numpy hints it from 3.12
-        return sample_views(self._map(record[1]), record, self.manifest.hidden_size, len(self.manifest.target_layer_ids))
+        shape = self.manifest.hidden_size,len(self.manifest.target_layer_ids)
+        return sample_views(self._map(record[1]), record, *shape)
 
     def __getitems__(self,
         indices, # Positions of a batch
