@@ -1,8 +1,10 @@
 "The guides' figures say what the code draws today; every file and notebook that the guides name exists"
+import ast
 import json
 import re
 import shlex
 import subprocess
+from dataclasses import fields
 
 import pytest
 import yaml
@@ -10,6 +12,7 @@ from conftest import ROOT
 
 from deepspec.cli.main import main
 from deepspec.longmem.pictures import MEMORY_FIGURES
+from deepspec.longmem.train import TrainingConfig
 from deepspec.report.concepts import CONCEPT_FIGURES, THEMES, figure_texts, write_figures
 from deepspec.report.render import report_parameters
 from deepspec.report.site import page_name, read_parts
@@ -99,6 +102,36 @@ def test_a_dead_pointer_is_found():
 def test_seed_map_links_each_notebook_to_its_own_page():
     found = re.findall(r'\[`(\w+)`\]\(\.\./nbs/(\w+)\.ipynb\)', map_text())
     assert found and [n for n, page in found if re.sub(r'^\d+[a-z]*_', '', n) != page] == []
+
+
+def raised_texts():
+    "The text of every error that the package raises, with `…` where a value stands"
+    def text(node):
+        if isinstance(node, ast.Constant): return str(node.value)
+        return ''.join(map(text, node.values)) if isinstance(node, ast.JoinedStr) else '…'
+    trees = [ast.parse(p.read_text(encoding='utf-8')) for p in (ROOT/'deepspec').rglob('*.py')]
+    return [text(n) for tree in trees for n in ast.walk(tree) if isinstance(n, ast.Constant | ast.JoinedStr)]
+
+
+def test_every_line_of_the_troubleshooting_page_is_raised_somewhere():
+    page = (ROOT/'docs'/'guides'/'troubleshooting.md').read_text(encoding='utf-8')
+    rows = [re.findall(r'`([^`]+)`', row) for row in re.findall(r'^\| (`.*?) \|', page, re.M)]
+    raised = raised_texts()
+    assert len(rows) > 40
+    assert [r for r in rows if not any(all(part in text for part in r) for text in raised)] == []
+
+
+def test_the_troubleshooting_page_names_options_that_exist():
+    from typer.main import get_command
+
+    from deepspec.cli.main import app
+    def options(command):
+        if hasattr(command, 'commands'): return set().union(*map(options, command.commands.values()))
+        return {o for p in command.params for o in (*p.opts, *p.secondary_opts)}
+    page = (ROOT/'docs'/'guides'/'troubleshooting.md').read_text(encoding='utf-8')
+    named = set(re.findall(r'`(--[a-z_-]+)', page))
+    known = options(get_command(app)) | {f'--{f.name}' for f in fields(TrainingConfig)}
+    assert len(named) > 10 and named - known == {'--nproc_per_node', '--help'} # torchrun's, and an engine's
 
 
 GPU_GUIDE = (ROOT/'docs'/'guides'/'gpu-nodes.md').read_text(encoding='utf-8')

@@ -32,7 +32,7 @@ from ..data.template import resolve_template, tokenize_conversations
 from ..io import (Progress, atomic_open, checksum_file, check_free_space, folder_lock, fsync_dir, human_nbytes,
                          read_json, run_record, write_json)
 from ..model.target import (DEFAULT_TARGET, Target, capture, check_layer_ids, default_layer_ids, load_target,
-                                   load_tokenizer, rank_device, target_config)
+                                   load_tokenizer, rank_device, target_config, target_dtype)
 
 # %% ../../nbs/22_build_cache.ipynb #c007
 WINDOW_BATCHES = 16
@@ -423,7 +423,7 @@ def make_settings(
 def _device_dtype(device, dtype)->tuple:
     "Device and dtype of this rank's target: its GPU in bfloat16, else the CPU in float32"
     device = rank_device(device)
-    dtype = dtype or ('bfloat16' if device.type == 'cuda' else 'float32')
+    dtype = dtype or target_dtype(device)
     return device, dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype)
 
 def _source_paths(jsonl_paths)->list:

@@ -61,7 +61,7 @@ def train(
 
 def _train(recipe, cache, out, features, jsonl, eval_prompts, device, resume):
     "Train with hidden states from the cache or from the target"
-    from deepspec.model.target import load_target
+    from deepspec.model.target import load_target, rank_device, target_dtype
     from deepspec.train.trainer import train
     if features not in ('cache', 'online'): raise ValueError(f"--features {features!r}; choose cache or online")
     if (features == 'cache') != (cache is not None) or (features == 'online') != bool(jsonl):
@@ -69,7 +69,7 @@ def _train(recipe, cache, out, features, jsonl, eval_prompts, device, resume):
                          "the other")
     if bool(eval_prompts) != bool(recipe.training.eval_steps):
         raise ValueError("train: --eval-prompts and --eval-steps belong together; give both, or neither")
-    target = load_target(recipe.target)
+    target = load_target(recipe.target, dtype=target_dtype(rank_device(device)))
     probe = None
     if eval_prompts:
         from deepspec.eval.evaluate import acceptance_probe

@@ -322,6 +322,7 @@ def acceptance_probe(
     talks = [[dict(role='user', content=r['turns'][0])] for r in load_prompt_set(prompts)]
     ids = [i for i in encode_prompts(talks, target.tokenizer, resolved) if _fits(target, i, config)]
     def probe(draft, step:int)->dict:
+        target.model.to(draft.device) # training from a cache keeps the target on the CPU until it is asked
         found = [speculative_generate(target, draft, [i], config).generations[0] for i in ids]
         counts = count_cycles(c for g in found for c in g.cycles)
         by_slot = {f'survival@{k}': s for k,s in enumerate(counts.survival)}

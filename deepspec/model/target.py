@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['DEFAULT_TARGET', 'CHATML_TEMPLATE', 'TOY_TEXT', 'TOY_KINDS', 'check_layer_ids', 'default_layer_ids', 'resolve_target',
-           'load_tokenizer', 'target_config', 'Target', 'load_target', 'rank_device', 'toy_tokenizer', 'toy_target',
-           'save_toy_target', 'LayerTap', 'capture']
+           'load_tokenizer', 'target_config', 'Target', 'load_target', 'rank_device', 'target_dtype', 'toy_tokenizer',
+           'toy_target', 'save_toy_target', 'LayerTap', 'capture']
 
 # %% ../../nbs/21_target.ipynb #c003
 import os
@@ -149,6 +149,13 @@ def rank_device(
         raise ValueError(f"process {local} has no GPU ({torch.cuda.device_count()} here); start at most one process a "
                          "GPU, or choose --device cpu")
     return torch.device(kind, local)
+
+# %% ../../nbs/21_target.ipynb #c015f
+def target_dtype(
+    device:torch.device, # Where the target runs
+)->torch.dtype: # Of its weights
+    "The dtype to capture, answer and train with: bfloat16 on a GPU, float32 on the CPU"
+    return torch.float32 if device.type == 'cpu' else torch.bfloat16
 
 # %% ../../nbs/21_target.ipynb #c017
 CHATML_TEMPLATE = (

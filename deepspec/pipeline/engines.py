@@ -13,7 +13,7 @@ import torch
 
 from ..data.local_engine import TransformersEngine
 from ..data.servers import ENGINES, launch_servers
-from ..model.target import DEFAULT_TARGET, load_target, rank_device
+from ..model.target import DEFAULT_TARGET, load_target, rank_device, target_dtype
 
 # %% ../../nbs/61b_engines.ipynb #c005
 def auto_engine(
@@ -52,7 +52,8 @@ def answering(
     name = auto_engine(target) if engine == 'auto' else engine
     if server_address: yield list(server_address)
     elif name == 'transformers':
-        loaded = load_target(target, rank_device(device))
+        where = rank_device(device)
+        loaded = load_target(target, where, target_dtype(where))
         yield [TransformersEngine(loaded.model, loaded.tokenizer, name=loaded.name)]
     else:
         model = None if target == DEFAULT_TARGET and name == 'llamacpp' else target

@@ -73,13 +73,14 @@ def measure_all(
     from deepspec.eval.decode import DecodeConfig
     from deepspec.eval.evaluate import evaluate_drafts
     from deepspec.model.drafts import draft_from_target, load_draft
-    from deepspec.model.target import load_target
+    from deepspec.model.target import load_target, rank_device
     from deepspec.train.checkpoint import latest_checkpoint
     first = learning_recipe(out, settings, settings.names[0])
-    target = load_target(first.target)
+    target = load_target(first.target, rank_device())
     drafts = {n: load_draft(latest_checkpoint(out/'train'/n.replace(' ', '_'))) for n in settings.names}
-    drafts['untrained'] = draft_from_target(target, first.draft, first.training.seed).eval()
+    drafts['untrained'] = draft_from_target(target, first.draft, first.training.seed)
     if first.training.warm_start: drafts['untrained'].warm_start(target)
+    for d in drafts.values(): d.to(target.device).eval()
     rows = list(JsonLineDataset(out/'prompts'/'eval.jsonl'))[:settings.base.eval_rows]
     results = evaluate_drafts(target, drafts, dict(heldout=rows), out/'eval',
                               DecodeConfig(max_new_tokens=settings.base.max_new_tokens), settings.eval_batch_size)

@@ -154,11 +154,12 @@ def measure_drafts(
     from deepspec.eval.decode import DecodeConfig
     from deepspec.eval.evaluate import evaluate_drafts
     from deepspec.model.drafts import draft_from_target, load_draft
-    from deepspec.model.target import load_target
+    from deepspec.model.target import load_target, rank_device
     from deepspec.train.checkpoint import latest_checkpoint
-    target = load_target(run.target)
+    target = load_target(run.target, rank_device())
     drafts = dict(dspark=load_draft(latest_checkpoint(run.path('train'))),
-                  untrained=draft_from_target(target, quickstart_recipe(run).draft, seed=run.settings.seed).eval())
+                  untrained=draft_from_target(target, quickstart_recipe(run).draft, seed=run.settings.seed))
+    for d in drafts.values(): d.to(target.device).eval()
     rows = list(JsonLineDataset(run.path('prompts', 'eval.jsonl')))[:run.settings.eval_rows]
     config = DecodeConfig(max_new_tokens=run.settings.max_new_tokens)
     results = evaluate_drafts(target, drafts, dict(heldout=rows), run.path('eval'), config)

@@ -26,7 +26,7 @@ from ..io import Progress, read_json, run_record, write_json
 from ..model.blocks import compile_around_attention
 from ..model.drafts import draft_from_target
 from ..model.dspark import DSparkConfig
-from ..model.target import Target, capture, load_target, rank_device
+from ..model.target import Target, capture, load_target, rank_device, target_dtype
 from .checkpoint import latest_checkpoint, load_training_state, save_checkpoint
 from .config import Recipe, recipe_from_dict, recipe_to_dict
 from .losses import chunked_terms, dspark_loss, eagle3_loss, readable_stats
@@ -424,7 +424,7 @@ def train(
     "Train a draft of the recipe's target; the same call again resumes, or says that all is done"
     out_dir,began = Path(out_dir),time.monotonic()
     with process_group(device) as ranks:
-        target = target or load_target(recipe.target)
+        target = target or load_target(recipe.target, dtype=target_dtype(ranks.device))
         dataset,online = _training_data(recipe, target, cache, samples)
         resume_from = claim_run(out_dir, recipe, resume)
         ranks.wait() # all have looked before the first one writes
