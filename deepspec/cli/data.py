@@ -104,6 +104,7 @@ def regenerate(
     window: Annotated[int | None, typer.Option(help='Requests in flight for each server')] = None,
     seed: Annotated[int | None, typer.Option(help='Seed of the answers, for servers that honour one')] = None,
     timeout_s: Annotated[float, typer.Option(help='Seconds for one answer')] = 600,
+    device: Device = None,
     api_key: Annotated[str | None, typer.Option(envvar='DEEPSPEC_API_KEY', help='Bearer token; never stored',
                                                 show_default=False)] = None,
     dry_run: DryRun = False,
@@ -121,7 +122,7 @@ def regenerate(
     if dry_run:
         left = count_pending(jsonl, out, retry_rejected)
         return show(left | asked_request(model or target, options) | dict(servers=server_address or engine), as_json)
-    with answering(target, server_address, engine, num_servers) as servers:
+    with answering(target, server_address, engine, num_servers, device=device) as servers:
         show(regenerate(jsonl, out, servers, **options), as_json)
 
 def asked_request(
@@ -231,11 +232,12 @@ def cache_repair(
     folder: Annotated[str, typer.Argument(help='Folder of a damaged cache')],
     target: Annotated[str | None, typer.Option(help='Where the target is now, if it moved')] = None,
     jsonl: Annotated[list[str] | None, typer.Option(help='Where the source files are now, if they moved')] = None,
+    device: Device = None,
     as_json: AsJson = False,
 ):
     "Capture again what is broken, and only that"
     from deepspec.cache.check import repair_cache
-    repaired = repair_cache(folder, target, jsonl)
+    repaired = repair_cache(folder, target, jsonl, device=device)
     if repaired is None: show({}, as_json, lambda _: f"{folder}: nothing was broken")
     else: show(repaired, as_json)
 

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from .common import AsJson, DryRun, Row, Seed, example, new_app, show
+from .common import AsJson, Device, DryRun, Row, Seed, example, new_app, show
 
 # %% ../../nbs/80_cli_longmem.ipynb #c005
 babilong = new_app('BABILong with a Titans memory')
@@ -76,13 +76,14 @@ def babilong_evaluate(
     memory: Annotated[str, typer.Option(help='on, off or reset')] = 'on',
     generate: Annotated[bool, typer.Option(help='Also let the model write its answers')] = True,
     out: Annotated[str | None, typer.Option(help='JSON file for the result')] = None,
+    device: Device = None,
     as_json: AsJson = False,
 ):
     "Answer loss, teacher-forced and generated exact match"
     from deepspec.longmem.train import evaluate_checkpoint
     show(evaluate_checkpoint(run, data_path=data_path, max_length=max_length, max_samples=max_samples,
                              batch_size=batch_size, memory=memory,
-                             generate=generate, out=out), as_json)
+                             generate=generate, device=device, out=out), as_json)
 
 # %% ../../nbs/80_cli_longmem.ipynb #c005s
 @babilong.command('show', epilog=example('deepspec babilong show data/qa1/32k.json --row 3'))

@@ -73,6 +73,7 @@ class TrainingConfig:
     save_steps:int=0                 # Optimizer steps between resume points; none where 0
     resume:bool=False                # Go on from the resume point in `output_dir`
     fsdp:bool=False                  # FSDP2 instead of DDP
+    device:str|None=None             # cpu or cuda; a GPU where there is one
     dtype:str='float32'              # Of the backbone: float32 or bfloat16; memories are fp32 always
     train_base:bool=False            # Train the backbone too, and save a full checkpoint
     memory:str='on'                  # on, or off for a control run
@@ -124,9 +125,11 @@ class Ranks:
         return t.tolist()
 
 @contextmanager
-def joined_ranks():
-    "This process's `Ranks`; a process group for the duration where torchrun started several"
-    device = rank_device()
+def joined_ranks(
+    device:str|None=None, # cpu or cuda; a GPU where there is one
+): # Yields the `Ranks` of this process
+    "This process among all of them; a process group for the duration where torchrun started several"
+    device = rank_device(device)
     if device.type == 'cuda': torch.cuda.set_device(device)
     if int(os.environ.get('WORLD_SIZE', 1)) == 1:
         yield Ranks(device=device)
@@ -461,7 +464,7 @@ def save_resume(
 
 # %% ../../nbs/73_train_titans.ipynb #c037
 _MAY_CHANGE = {'resume', 'num_epochs', 'max_steps', 'log_every_batches', 'eval_steps', 'save_steps', 'output_dir',
-               'max_bad_steps', 'max_eval_samples', 'checkpointing'}
+               'max_bad_steps', 'max_eval_samples', 'checkpointing', 'device'}
 
 def load_resume(
     model, optimizer,      # Model and optimizer to fill
@@ -627,7 +630,7 @@ def train_babilong(
     config:TrainingConfig, # Settings of the run
 )->dict: # Figures of the last evaluation, losses of every step, files written
     "Train, evaluate at the end and write the final checkpoint; under torchrun on all ranks together"
-    with joined_ranks() as ranks, folder_lock(config.output_dir) if ranks.rank == 0 else nullcontext():
+    with joined_ranks(config.device) as ranks, folder_lock(config.output_dir) if ranks.rank == 0 else nullcontext():
         return _train(config, ranks)
 
 def _train(config:TrainingConfig, ranks:Ranks)->dict:
@@ -672,14 +675,16 @@ def evaluate_checkpoint(
     memory:str='on',       # on, off or reset
     seed:int=1234,         # Of generated rows, apart from any training seed
     generate:bool=True,    # Also let the model write its answers
+    device:str|None=None,  # cpu or cuda; a GPU where there is one
     out:str|None=None,     # JSON file for the result
 )->dict: # The three figures, with the settings they belong to
     "Evaluate the model of a run on any rows at any length; `ValueError` for sizes below 1"
     for name,v in dict(max_length=max_length, chunk_size=chunk_size, max_samples=max_samples,
                        batch_size=batch_size).items():
         if v is not None and v < 1: raise ValueError(f"{name}={v} must be at least 1")
+    ranks = Ranks(device=rank_device(device))
     model,tokenizer,config = load_run(run_dir)
-    if torch.cuda.is_available(): model.cuda()
+    model.to(ranks.device)
     last = stages(config)[-1]
     length,source = max_length or last.max_length,data_path or config.data_path
     model.chunk_size = chunk_size or last.chunk_size
@@ -687,7 +692,6 @@ def evaluate_checkpoint(
                     gradient_accumulation_steps=1)
     stage = Stage(max_length=length, batch_size=batch_size, chunk_size=model.chunk_size,
                   num_steps=math.ceil(max_samples/batch_size))
-    ranks = Ranks(device=next(model.parameters()).device)
     dataset = stage_dataset(setup, stage, tokenizer, ranks)
     found = evaluate_babilong(model, dataset, tokenizer, task=task_of(source), ranks=ranks, batch_size=batch_size,
                               memory=memory, generate=generate)
