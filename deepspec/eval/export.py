@@ -10,12 +10,11 @@ import json, os, shutil, tempfile
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 
 from .calibrate import CALIBRATION_FILE
 from .decode import block_size
 from ..io import checksum_file, fsync_dir, write_json
-from ..model.base import read_draft_config
+from ..model.base import read_draft_config, read_weights
 from ..model.drafts import load_draft
 from ..model.target import Target, capture
 
@@ -122,7 +121,7 @@ def check_export(
     folder = Path(folder)
     path = folder/'model.safetensors'
     if not path.exists(): raise ValueError(f"{folder}: holds no model.safetensors; export the draft first")
-    state = load_file(path)
+    state = read_weights(path)
     wrong = _check_tensors(folder, state)
     if target is not None: wrong += _check_frozen(state, target)
     if not wrong and checkpoint is not None:

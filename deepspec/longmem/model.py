@@ -19,13 +19,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import DynamicCache
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from .memory import MemoryConfig, MemoryState, NeuralMemory
-from ..model.target import target_config
+from ..model.target import load_model, target_config
 
 # %% ../../nbs/72_titans.ipynb #c006
 FAMILIES = dict(qwen3=(Qwen3Config, Qwen3ForCausalLM), qwen2=(Qwen2Config, Qwen2ForCausalLM))
@@ -341,7 +341,7 @@ class QwenTitansForBABILong(StreamingGeneration, ChunkedQwen):
     )->'QwenTitansForBABILong':
         "The model on a pretrained backbone; only the memory is trainable unless `train_base`"
         check_backbone(target_config(name_or_path), options.get('chunk_size', 4096))
-        qwen = AutoModelForCausalLM.from_pretrained(name_or_path, dtype=dtype, attn_implementation='sdpa')
+        qwen = load_model(name_or_path, dtype=dtype, attn_implementation='sdpa')
         model = cls(qwen, memory_layers, memory_config, **options)
         for name,p in model.named_parameters(): p.requires_grad_(train_base or is_memory_name(name))
         return model

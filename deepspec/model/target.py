@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['DEFAULT_TARGET', 'CHATML_TEMPLATE', 'TOY_TEXT', 'TOY_KINDS', 'check_layer_ids', 'default_layer_ids', 'resolve_target',
-           'load_tokenizer', 'target_config', 'Target', 'load_target', 'rank_device', 'target_dtype', 'toy_tokenizer',
-           'toy_target', 'save_toy_target', 'LayerTap', 'capture']
+           'load_tokenizer', 'target_config', 'Target', 'load_model', 'load_target', 'rank_device', 'target_dtype',
+           'toy_tokenizer', 'toy_target', 'save_toy_target', 'LayerTap', 'capture']
 
 # %% ../../nbs/21_target.ipynb #c003
 import os
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
@@ -75,10 +76,10 @@ def _load(what, cls, name, **kwargs):
     where = resolve_target(name)
     if not os.isatty(2): transformers_logging.disable_progress_bar()
     try: return cls.from_pretrained(where, **kwargs)
-    except (OSError, KeyError, ValueError) as e:
+    except (OSError, KeyError, ValueError, SafetensorError) as e:
         first = str(e).strip().splitlines()[0]
-        raise ValueError(
-            f"{name}: cannot load its {what} ({first}); check the name, the network or HF_HUB_OFFLINE") from e
+        raise ValueError(f"{name}: cannot load its {what} ({first}); check the name, the files, the network or "
+                         "HF_HUB_OFFLINE") from e
 
 def load_tokenizer(
     name_or_path:str, # As for `load_target`
@@ -127,6 +128,19 @@ class Target:
         listed = listed if isinstance(listed, list) else [listed]
         return tuple(sorted({i for i in [*listed, self.tokenizer.eos_token_id] if i is not None}))
 
+def load_model(
+    name_or_path:str, # As for `load_target`
+    **options, # Of `from_pretrained`, such as `dtype`
+): # transformers causal LM
+    "A model whose files hold every weight of it; `ValueError` names those that are absent or of another shape"
+    # transformers would fill them with random numbers, warn, and go on
+    model,found = _load('weights', AutoModelForCausalLM, name_or_path, output_loading_info=True,
+                        ignore_mismatched_sizes=True, **options)
+    if wrong := sorted(found['missing_keys'] | {k for k,*_ in found['mismatched_keys']}):
+        raise ValueError(f"{name_or_path}: its files lack {len(wrong)} weights or hold them in other shapes "
+                         f"({', '.join(wrong[:3])}{', ...' if len(wrong) > 3 else ''}); download the model again")
+    return model
+
 def load_target(
     name_or_path:str=DEFAULT_TARGET, # `smollm2_135m`, a local folder, or a hub id
     device:str|torch.device='cpu', # Where it runs
@@ -134,7 +148,7 @@ def load_target(
 )->Target: # Frozen target
     "Load a target for capture, verification or generation; `ValueError` names what cannot be loaded"
     tokenizer = load_tokenizer(name_or_path)
-    model = _load('weights', AutoModelForCausalLM, name_or_path, dtype=dtype)
+    model = load_model(name_or_path, dtype=dtype)
     return Target(str(name_or_path), model.to(device).eval().requires_grad_(False), tokenizer)
 
 # %% ../../nbs/21_target.ipynb #c015b

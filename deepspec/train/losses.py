@@ -60,7 +60,7 @@ def plain_terms(
 def _favourite(x_MV, width=128):
     "argmax of each row; first among the maxima of short stretches, which a CPU finds several times as fast"
     M,V = x_MV.shape
-    if x_MV.is_cuda or V % width: return x_MV.argmax(-1)
+    if x_MV.device.type != 'cpu' or V % width: return x_MV.argmax(-1)
     stretches = x_MV.view(M, -1, width)
     best = stretches.amax(-1).argmax(-1)
     return best*width + stretches[torch.arange(M), best].argmax(-1)
