@@ -30,7 +30,7 @@ from .writer import AsyncTargetCacheWriter, WrittenShards, finish_cache, shard_n
 from ..data.jsonl import JsonLineDataset
 from ..data.template import resolve_template, tokenize_conversations
 from ..io import (Progress, atomic_open, checksum_file, check_free_space, folder_lock, fsync_dir, human_nbytes,
-                         read_json, run_record, write_json)
+                         read_json, read_object, run_record, write_json)
 from ..model.target import (DEFAULT_TARGET, Target, capture, check_layer_ids, default_layer_ids, load_target,
                                    load_tokenizer, rank_device, target_config, target_dtype)
 
@@ -366,7 +366,7 @@ def open_workspace(
         job.tmp.mkdir(exist_ok=True)
         if not path.exists(): write_json(path, job.settings|dict(created_at=_now()))
     _wait_for(path, job)
-    if path.exists(): check_same(job, read_json(path), path)
+    if path.exists(): check_same(job, read_object(path), path)
     if job.rank.rank == 0:
         for old in [job.tmp/'plan.txt', *job.tmp.glob('work-*')]: # of a build that was killed
             shutil.rmtree(old) if old.is_dir() else old.unlink(missing_ok=True)
@@ -493,7 +493,8 @@ def run_job(job, started)->BuildSummary:
     table = length_table(job.parts)
     if not len(table):
         if job.rank.rank == 0: shutil.rmtree(job.tmp)
-        raise ValueError(f"{job.out_dir}: no sample is left of {len(job.parts.rows)} rows, dropped: {table.dropped}; "
+        sources = ', '.join(map(str, job.parts.rows.paths))
+        raise ValueError(f"{sources}: no sample is left of {len(job.parts.rows)} rows, dropped: {table.dropped}; "
                          "look at the rows and at min_loss_tokens")
     runs = unit_runs(table.seq_lens, job.shape, job.max_shard_bytes)
     if job.rank.rank == 0: check_room(job, table, runs)

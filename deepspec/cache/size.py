@@ -15,7 +15,7 @@ import numpy as np
 
 # %% ../../nbs/02_cache_size.ipynb #c004
 from .format import CacheShape, INDEX_RECORD_SIZE, token_nbytes
-from ..io import human_nbytes, read_json
+from ..io import human_nbytes, read_object
 
 # %% ../../nbs/02_cache_size.ipynb #c007
 def shape_from_config(
@@ -26,7 +26,7 @@ def shape_from_config(
     where = 'config'
     if isinstance(config, (str, Path)):
         where = Path(config)/'config.json' if Path(config).is_dir() else Path(config)
-        config = read_json(where, "give a target's folder or its config.json")
+        config = read_object(where, "give a target's folder or its config.json")
     elif not isinstance(config, dict): config = config.to_dict()
     text = config.get('text_config') or config
     if 'hidden_size' not in text:

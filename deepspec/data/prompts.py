@@ -20,7 +20,7 @@ from tempfile import TemporaryFile
 import numpy as np
 import xxhash
 
-from ..io import Progress, atomic_open, folder_lock, read_json, write_json
+from ..io import Progress, atomic_open, folder_lock, read_object, write_json
 
 # %% ../../nbs/11_prompts.ipynb #c006
 ROLES = dict(human='user', gpt='assistant', chatgpt='assistant', bing='assistant', bard='assistant',
@@ -320,7 +320,7 @@ def _existing_summary(out_dir:Path, settings:dict, skip_existing:bool)->PromptSu
         raise ValueError(f"{out_dir}: {there[0]} is there already; choose another folder, or skip existing outputs")
     if 'summary.json' not in there:
         raise ValueError(f"{out_dir}: a split was cut short here; delete {', '.join(there)} and run again")
-    found = read_json(out_dir/'summary.json', 'delete the folder and split again')
+    found = read_object(out_dir/'summary.json', 'delete the folder and split again', ('file_nbytes',))
     if other := [k for k,v in settings.items() if found.get(k) != v]:
         raise ValueError(f"{out_dir}: made with {other[0]}={found.get(other[0])!r}, asked for {settings[other[0]]!r}; "
                          "choose another folder")

@@ -22,7 +22,7 @@ from .row_log import InputRows, RowLog, as_keys, cut_tail, id_key, line_id, read
 from .sampling import Sampling, sampling_preset
 from .server_pool import (ServerPool, ServerState, bench_dead, close_pool, probe_all, report_answer,
                                        report_trouble)
-from ..io import Progress, folder_lock, read_json, run_record, write_json
+from ..io import Progress, folder_lock, read_object, run_record, write_json
 
 # %% ../../nbs/15_regenerate.ipynb #c006
 def read_turn(
@@ -191,7 +191,7 @@ class OutputFolder:
         "Write run.json, or compare with the one that is there; `ValueError` names the settings that differ"
         settings = dict(output=self.out.name) | settings
         if not self.run.exists(): return write_json(self.run, run_record(**settings))
-        before = read_json(self.run, 'choose another folder')['config']
+        before = read_object(self.run, 'choose another folder', ('config',))['config']
         differ = [f"{k}: {before.get(k)!r} then, {v!r} now" for k,v in settings.items() if before.get(k) != v]
         if differ:
             raise ValueError(f"{self.run}: this folder was begun with other settings ({'; '.join(differ)}); use those "
@@ -213,8 +213,11 @@ class OutputFolder:
     )->tuple[Tally,np.ndarray]: # Counts, sorted keys of the ids on disk
         "Read what is on disk; half-written last lines must be cut off already"
         tally,joined = Tally(),bytearray()
-        for row in read_rows(self.out):
-            tally.add(row)
+        for n,row in enumerate(read_rows(self.out), 1):
+            try: tally.add(row)
+            except (KeyError, TypeError, AttributeError):
+                raise ValueError(f"{self.out}, line {n}: no regenerated row; restore the file, or start again in "
+                                 "another folder") from None
             joined += id_key(row['id'])
         keys = np.sort(as_keys(joined))
         if (keys[1:] == keys[:-1]).any():

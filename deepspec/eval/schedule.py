@@ -16,7 +16,7 @@ import torch
 
 from .calibrate import Recorded, load_recorded, survival_chances
 from .decode import TargetSession
-from ..io import read_json, run_record, write_json
+from ..io import read_object, run_record, write_json
 from ..model.target import Target
 
 # %% ../../nbs/43_schedule.ipynb #c006
@@ -217,5 +217,6 @@ def load_table(
     path:str|os.PathLike, # File that `schedule_report` wrote
 )->SpsTable: # Measured speeds
     "The SPS table of an earlier report"
-    table = read_json(path, 'profile the target first')['table']
-    return SpsTable(tuple(table['num_tokens']), tuple(table['steps_per_s']))
+    table = read_object(path, 'profile the target first', ('table',))['table']
+    try: return SpsTable(tuple(table['num_tokens']), tuple(table['steps_per_s']))
+    except (KeyError, TypeError): raise ValueError(f"{path}: its table holds no speeds; profile the target first") from None

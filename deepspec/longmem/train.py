@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 from transformers import PreTrainedTokenizerFast
 
-from ..io import atomic_open, folder_lock, read_json, run_record, write_json
+from ..io import atomic_open, folder_lock, read_object, run_record, write_json
 from .babilong import (BABILongDataset, GeneratedRows, IGNORE, collate_babilong, is_correct,
                                        split_babilong)
 from .memory import MemoryConfig
@@ -656,8 +656,10 @@ def load_run(
 )->tuple: # Model, tokenizer, its TrainingConfig
     "The trained model of a run, ready to evaluate"
     folder = Path(run_dir)
-    saved = read_json(folder/'config.json', remedy='give the output folder of a training run')
-    config = TrainingConfig(**{f.name: saved[f.name] for f in fields(TrainingConfig) if f.name in saved})
+    path,remedy = folder/'config.json','give the output folder of a training run'
+    saved = read_object(path, remedy, ('data_path', 'model_name_or_path'))
+    try: config = TrainingConfig(**{f.name: saved[f.name] for f in fields(TrainingConfig) if f.name in saved})
+    except TypeError as e: raise ValueError(f"{path}: a setting is of another kind ({e}); {remedy}") from None
     model,tokenizer = build_model(config)
     if config.train_base:
         load_full_state(model, folder/'full_checkpoint.pt')

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig
 
-from ..io import write_json
+from ..io import read_object, write_json
 from .blocks import draft_family
 from .target import Target
 
@@ -92,6 +92,8 @@ def read_draft_config(
     path = Path(folder)/'config.json'
     if not path.exists(): raise ValueError(f"{folder}: holds no config.json; name a draft folder such as "
                                            f"runs/x/train/step_latest")
+    if not isinstance(read_object(path, 'take another step').get('model_type'), str):
+        raise ValueError(f"{path}: has no model_type, so it is no draft; name a folder that training wrote")
     config = AutoConfig.from_pretrained(folder)
     if not hasattr(config, 'target_layer_ids'):
         raise ValueError(f"{path}: has no target_layer_ids, so it is no draft; name a folder that training wrote")

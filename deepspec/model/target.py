@@ -76,7 +76,7 @@ def _load(what, cls, name, **kwargs):
     where = resolve_target(name)
     if not os.isatty(2): transformers_logging.disable_progress_bar()
     try: return cls.from_pretrained(where, **kwargs)
-    except (OSError, KeyError, ValueError, SafetensorError) as e:
+    except (OSError, LookupError, TypeError, ValueError, AttributeError, SafetensorError) as e:
         first = str(e).strip().splitlines()[0]
         raise ValueError(f"{name}: cannot load its {what} ({first}); check the name, the files, the network or "
                          "HF_HUB_OFFLINE") from e

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..io import folder_lock, read_json, run_record, write_json
+from ..io import folder_lock, read_object, run_record, write_json
 
 # %% ../../nbs/61_steps.ipynb #c006
 SETTINGS_NAME,STEPS_NAME = 'settings.json','steps'
@@ -30,7 +30,7 @@ def claim_run_folder(
         out.mkdir(parents=True, exist_ok=True)
         write_json(out/SETTINGS_NAME, settings)
         return False
-    before = read_json(out/SETTINGS_NAME)
+    before = read_object(out/SETTINGS_NAME)
     differ = [f"{k} was {before.get(k)!r} and is now {settings.get(k)!r}" for k in {**before, **settings}
               if before.get(k) != settings.get(k)]
     if differ: raise ValueError(f"{out}: belongs to a run with other settings ({'; '.join(differ)}); use the same "
@@ -50,7 +50,7 @@ def finished_step(
 )->dict|None: # Its marker, None if it is not finished
     "What a finished step left behind"
     path = Path(out)/STEPS_NAME/f'{name}.json'
-    return read_json(path, f'delete it to run the step {name} again') if path.exists() else None
+    return read_object(path, f'delete it to run the step {name} again') if path.exists() else None
 
 def run_steps(
     out:Path, # Run folder

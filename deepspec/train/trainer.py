@@ -22,7 +22,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from ..cache.format import validate_train_cache
 from ..cache.reader import CacheDataset
-from ..io import Progress, read_json, run_record, write_json
+from ..io import Progress, read_json, read_object, run_record, write_json
 from ..model.blocks import compile_around_attention
 from ..model.drafts import draft_from_target
 from ..model.dspark import DSparkConfig
@@ -283,7 +283,7 @@ def claim_run(
     "Where to resume; `ValueError` if the folder holds another run, or a run that should not be resumed"
     mine,path = recipe_to_dict(recipe),out_dir/'config.json'
     if path.exists():
-        theirs = read_json(path).get('recipe', {})
+        theirs = read_object(path, 'use another folder', ('recipe',))['recipe']
         binding = lambda r: {f'{a}.{b}': v for a,part in r.items() if isinstance(part, dict)
                              for b,v in part.items() if b not in FREE_SETTINGS}
         old,new = binding(theirs),binding(mine)
