@@ -164,7 +164,8 @@ def split_answers(
     "Cycles of some answers to fit on, cycles of the others to measure on; `ValueError` with fewer than two answers"
     num_answers = int(recorded.answer_N.max()) + 1
     if num_answers < 2:
-        raise ValueError(f"{where}: cycles come from one answer only; record more, to fit on some and measure on others")
+        raise ValueError(f"{where}: cycles come from one answer only; record more, to fit on some and measure on "
+                         "others")
     num_chosen = min(max(round(share*num_answers), 1), num_answers - 1)
     chosen = np.random.default_rng(seed).permutation(num_answers)[:num_chosen]
     first = np.isin(recorded.answer_N, chosen)

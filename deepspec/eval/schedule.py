@@ -219,4 +219,5 @@ def load_table(
     "The SPS table of an earlier report"
     table = read_object(path, 'profile the target first', ('table',))['table']
     try: return SpsTable(tuple(table['num_tokens']), tuple(table['steps_per_s']))
-    except (KeyError, TypeError): raise ValueError(f"{path}: its table holds no speeds; profile the target first") from None
+    except (KeyError, TypeError):
+        raise ValueError(f"{path}: its table holds no speeds; profile the target first") from None
