@@ -136,7 +136,7 @@ def load_model(
     # transformers would fill them with random numbers, warn, and go on
     model,found = _load('weights', AutoModelForCausalLM, name_or_path, output_loading_info=True,
                         ignore_mismatched_sizes=True, **options)
-    if wrong := sorted(found['missing_keys'] | {k for k,*_ in found['mismatched_keys']}):
+    if wrong := sorted({*found['missing_keys'], *(k for k,*_ in found['mismatched_keys'])}):
         raise ValueError(f"{name_or_path}: its files lack {len(wrong)} weights or hold them in other shapes "
                          f"({', '.join(wrong[:3])}{', ...' if len(wrong) > 3 else ''}); download the model again")
     return model
