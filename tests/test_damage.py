@@ -114,3 +114,27 @@ def test_what_is_not_needed_is_the_only_thing_that_may_be_damaged(made, tmp_path
         monkeypatch.chdir(tmp_path/name)
         Path(name).write_bytes(b'no good \xff\n')
         assert {run(line)[0] for line in READERS[name]} <= {1, 2}, name
+
+
+SENSELESS = [
+    ('evaluate', MEASURE, '--temperature nan', 'temperature=nan must be at least 0'),
+    ('evaluate', MEASURE, '--batch-size 0', 'batch_size=0 must be at least 1'),
+    ('evaluate', MEASURE, '--seed -1', 'seed=-1 must be at least 0'),
+    ('cache build', f'{BUILD} --out new', '--max-batch-tokens 0', 'max_batch_tokens=0 must be at least 1'),
+    ('cache build', f'{BUILD} --out new', '--min-loss-tokens -1', 'min_loss_tokens=-1 must be at least 0'),
+    ('regenerate', f'{ANSWER} --out new/r.jsonl', '--window 0', 'window=0 must be at least 1'),
+    ('regenerate', f'{ANSWER} --out new/r.jsonl', '--timeout-s nan', 'timeout_s=nan must be at least'),
+    ('regenerate', ANSWER.replace('transformers', 'llamacpp') + ' --out new/r.jsonl', '--num-servers 0', 'num_servers=0 must be at least 1'),
+    ('calibrate', 'calibrate ev/cycles.jsonl --draft dspark=d', '--share 1', 'share=1.0 must lie between 0 and 1'),
+    ('calibrate', 'calibrate ev/cycles.jsonl --draft dspark=d', '--seed -1', 'seed=-1 must be at least 0'),
+    ('schedule', f'{SPEEDS} --speeds speeds.json', '--concurrency 0', 'concurrency=0 must be at least 1'),
+    ('schedule', f'{SPEEDS} --speeds speeds.json', '--num-steps 0', 'num_steps=0 must be at least 1'),
+]
+
+
+@pytest.mark.parametrize('command, line, option, words', SENSELESS, ids=[f'{c} {o}' for c, _, o, _ in SENSELESS])
+def test_a_senseless_number_is_called_by_its_name(made, tmp_path, monkeypatch, command, line, option, words):
+    shutil.copytree(made, tmp_path/'here', symlinks=True)
+    monkeypatch.chdir(tmp_path/'here')
+    code, said = run(f'{line} {option}')
+    assert code == 2 and words in said, said

@@ -29,8 +29,8 @@ from .work import Rank, share_work
 from .writer import AsyncTargetCacheWriter, WrittenShards, finish_cache, shard_name
 from ..data.jsonl import JsonLineDataset
 from ..data.template import resolve_template, tokenize_conversations
-from ..io import (Progress, atomic_open, checksum_file, check_free_space, folder_lock, fsync_dir, human_nbytes,
-                         read_json, read_object, run_record, write_json)
+from ..io import (Progress, atomic_open, check_at_least, checksum_file, check_free_space, folder_lock, fsync_dir,
+                         human_nbytes, read_json, read_object, run_record, write_json)
 from ..model.target import (DEFAULT_TARGET, Target, capture, check_layer_ids, default_layer_ids, load_target,
                                    load_tokenizer, rank_device, target_config, target_dtype)
 
@@ -521,6 +521,8 @@ def make_job(
     "The job that these arguments of `build_cache` describe; reads sources, tokenizer and configuration, no weights"
     rank,paths,out_dir = Rank.from_env(),_source_paths(jsonl_paths),Path(out_dir)
     if non_finite not in ('stop', 'reject'): raise ValueError(f"non_finite={non_finite!r}, expected 'stop' or 'reject'")
+    check_at_least(0, min_loss_tokens=min_loss_tokens)
+    check_at_least(1, max_batch_tokens=max_batch_tokens, max_shard_bytes=max_shard_bytes)
     device,dtype = _device_dtype(device, dtype)
     loaded = target if isinstance(target, Target) else None
     tokenizer,config = (loaded.tokenizer,loaded.config) if loaded else (load_tokenizer(target),target_config(target))

@@ -228,7 +228,7 @@ def schedule(
     from deepspec.model.target import load_target, rank_device
     name,folder = split_draft(draft) if '=' in draft else (draft, None)
     temperatures = load_calibration(folder) if folder else None
-    if speeds: table = load_table(speeds)
+    if speeds is not None: table = load_table(speeds)
     else:
         loaded = load_target(target, rank_device(device), torch_dtype(dtype))
         table = profile_sps(loaded, profile_sizes(max_pass_tokens))

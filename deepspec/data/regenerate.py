@@ -22,7 +22,7 @@ from .row_log import InputRows, RowLog, as_keys, cut_tail, id_key, line_id, read
 from .sampling import Sampling, sampling_preset
 from .server_pool import (ServerPool, ServerState, bench_dead, close_pool, probe_all, report_answer,
                                        report_trouble)
-from ..io import Progress, folder_lock, read_object, run_record, write_json
+from ..io import Progress, check_at_least, folder_lock, read_object, run_record, write_json
 
 # %% ../../nbs/15_regenerate.ipynb #c006
 def read_turn(
@@ -461,7 +461,6 @@ def choose_request(
     overrides:dict|None=None, # Parameters that differ from the preset's
 )->ChatRequest: # What all requests share
     "The request settings for the model that the servers serve"
-    if max_tokens < 1: raise ValueError(f"max_tokens={max_tokens} must be at least 1")
     model = model or next(s.server.model for s in states if s.up)
     if isinstance(sampling, str): sampling = sampling_preset(model if sampling == 'auto' else sampling)
     sampling = replace(sampling, **(overrides or {}))
@@ -551,6 +550,8 @@ def regenerate(
     "Ask servers for every assistant turn anew, resumable by id; `ValueError` if no server is left or settings differ"
     if not servers:
         raise ValueError("regenerate: no servers; give addresses or an engine, `deepspec serve` starts some")
+    check_at_least(1, max_tokens=max_tokens, window=window)
+    check_at_least(.01, timeout_s=timeout_s)
     folder,rows = OutputFolder(out),scan_input(jsonl)
     servers = [HttpServer(s, i, api_key, timeout_s) if isinstance(s, str) else s for i,s in enumerate(servers)]
     with folder_lock(folder.out.parent, f'.{folder.out.stem}.lock'):

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from .embedded import embedded_gguf
 from .guard import start_guarded, stop_guarded
+from ..io import check_at_least
 
 # %% ../../nbs/14_servers.ipynb #c006
 def serve_gguf(
@@ -341,6 +342,7 @@ def launch_servers(
     heartbeat_s:float=60, # Between heartbeat lines
 ): # Yields the list of base URLs
     "Start servers, yield their base URLs when all answer, end them with the block or with this process"
+    check_at_least(1, num_servers=num_servers)
     _check_engine(engine)
     if model is None and engine.name != 'llamacpp':
         raise ValueError(f"engine {engine.name}: name a model; only llamacpp has the embedded one")

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from ..data.row_log import read_rows
-from ..io import read_object, run_record, write_json
+from ..io import check_at_least, read_object, run_record, write_json
 
 # %% ../../nbs/42_calibrate.ipynb #c006
 @dataclass(frozen=True)
@@ -162,6 +162,8 @@ def split_answers(
     where:str='cycles', # File they come from, for messages
 )->tuple: # Two `Recorded`
     "Cycles of some answers to fit on, cycles of the others to measure on; `ValueError` with fewer than two answers"
+    if not 0 < share < 1: raise ValueError(f"share={share} must lie between 0 and 1; half is a good start")
+    check_at_least(0, seed=seed)
     num_answers = int(recorded.answer_N.max()) + 1
     if num_answers < 2:
         raise ValueError(f"{where}: cycles come from one answer only; record more, to fit on some and measure on "

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
+from ..io import check_at_least
 from ..model.target import LayerTap, Target
 
 # %% ../../nbs/40_decode.ipynb #c006
@@ -224,8 +225,8 @@ class DecodeConfig:
     seed:int=0 # Of the draws at a temperature above 0
 
     def __post_init__(self):
-        if self.max_new_tokens < 1: raise ValueError(f"max_new_tokens={self.max_new_tokens} must be at least 1")
-        if self.temperature < 0: raise ValueError(f"temperature={self.temperature} must be 0 (greedy) or above")
+        check_at_least(1, max_new_tokens=self.max_new_tokens)
+        check_at_least(0, temperature=self.temperature, seed=self.seed)
         if self.num_proposed is not None and self.num_proposed < 1:
             raise ValueError(f"num_proposed={self.num_proposed} must be at least 1; use `generate` for plain decoding")
         if not 0 <= self.confidence_threshold <= 1:

@@ -19,7 +19,7 @@ from ..data.template import encode_prompts, resolve_template
 from .decode import DecodeConfig, Generation, TargetSession, generate, speculative_generate
 from .metrics import DEFINITIONS, bootstrap_interval, count_cycles, summarize_acceptance
 from .prompt_sets import load_prompt_set
-from ..io import Progress, atomic_open, folder_lock, run_record, write_json
+from ..io import Progress, atomic_open, check_at_least, folder_lock, run_record, write_json
 from ..model.target import Target
 
 # %% ../../nbs/41_evaluate.ipynb #c006
@@ -273,6 +273,7 @@ def evaluate_drafts(
 )->dict: # The content of `results.json`
     "Measure drafts side by side, write the result files; all ranks return the same. `ValueError` on unfit input"
     out_dir = Path(out_dir)
+    check_at_least(1, batch_size=batch_size)
     _check_out_dir(out_dir)
     if PLAIN in drafts: raise ValueError(f"{PLAIN!r} is decoding without a draft; call this draft something else")
     sets = {name: load_prompt_set(rows, num_prompts) for name,rows in prompt_sets.items()}

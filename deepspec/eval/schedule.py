@@ -16,7 +16,7 @@ import torch
 
 from .calibrate import Recorded, load_recorded, survival_chances
 from .decode import TargetSession
-from ..io import read_object, run_record, write_json
+from ..io import check_at_least, read_object, run_record, write_json
 from ..model.target import Target
 
 # %% ../../nbs/43_schedule.ipynb #c006
@@ -199,6 +199,8 @@ def schedule_report(
     seed:int=0, # Of the replay
 )->dict: # The content of the file
     "Simulate every policy at every concurrency; `ValueError` if not even the smallest fits the table"
+    check_at_least(1, num_steps=num_steps, concurrency=min(concurrencies))
+    check_at_least(0, seed=seed)
     recorded = load_recorded(cycles, draft)
     fits = [R for R in concurrencies if R*(1 + recorded.num_slots) <= table.num_tokens[-1]]
     if not fits:
