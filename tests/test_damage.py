@@ -16,37 +16,38 @@ from deepspec.model.target import save_toy_target
 RECIPE = '-o target=target -o target_layer_ids=1 -o max_steps=2 -o global_batch_size=4 -o micro_batch_size=2 -o num_anchors=4'
 TRAIN = f'train dspark_smollm2_135m --cache cache {RECIPE} --device cpu'
 MEMORY = ('babilong train --model_name_or_path tiny --train_base --max_length 128 --chunk_size 32 --max_samples 8 --save_steps 1 --device cpu')
-BUILD = 'cache build x.jsonl --target target --layers 1 --device cpu'
-ANSWER = 'regenerate x.jsonl --target target --engine transformers --preset greedy --max-tokens 6 --device cpu'
-MEASURE = 'evaluate p.jsonl --out ev --target target --draft dspark=d --max-new-tokens 6 --device cpu'
-SPEEDS = 'schedule ev/cycles.jsonl --draft dspark=d --num-steps 10 --out new.json'
-MADE = [f'{ANSWER} --out r/r.jsonl', f'{BUILD} --out cache', f'{TRAIN} --out d', MEASURE, 'calibrate ev/cycles.jsonl --draft dspark=d',
-        'schedule ev/cycles.jsonl --draft dspark=d --target target --max-pass-tokens 64 --num-steps 10 --out speeds.json --device cpu',
-        'prompts --source x.jsonl --out pr', 'babilong generate b.json --num-samples 4 --length-tokens 200',
-        f'{MEMORY} --data_path generate:qa1 --output_dir b --max_steps 1']
+BUILD = 'cache build talks.jsonl --target target --layers 1 --device cpu'
+ANSWER = 'regenerate talks.jsonl --target target --engine transformers --preset greedy --max-tokens 6 --device cpu'
+MEASURE = 'evaluate asked.jsonl --out measured --target target --draft dspark=draft --max-new-tokens 6 --device cpu'
+SPEEDS = 'schedule measured/cycles.jsonl --draft dspark=draft --num-steps 10 --out new.json'
+MADE = [f'{ANSWER} --out answers/rows.jsonl', f'{BUILD} --out cache', f'{TRAIN} --out draft', MEASURE,
+        'calibrate measured/cycles.jsonl --draft dspark=draft',
+        'schedule measured/cycles.jsonl --draft dspark=draft --target target --max-pass-tokens 64 --num-steps 10 --out speeds.json --device cpu',
+        'prompts --source talks.jsonl --out split', 'babilong generate stories.json --num-samples 4 --length-tokens 200',
+        f'{MEMORY} --data_path generate:qa1 --output_dir memory --max_steps 1']
 
 READERS = {
     'cache/manifest.json': ['cache info cache', 'cache verify cache --full', 'cache repair cache', f'{TRAIN} --out new', f'{BUILD} --out cache'],
     'cache/samples.idx': ['cache info cache', 'cache verify cache --full', f'{TRAIN} --out new'],
     'cache/shard-00000.bin': ['cache verify cache --full', f'{TRAIN} --out new'],
-    'd/step_2/config.json': [MEASURE, 'export d --out new --check'],
-    'd/step_2/model.safetensors': [MEASURE, 'export d --out new --check'],
-    'd/step_2/confidence_calibration.json': [f'{SPEEDS} --speeds speeds.json', f'{MEASURE} --confidence-threshold .1'],
-    'd/config.json': [f'{TRAIN} --out d'],
-    'ev/cycles.jsonl': ['calibrate ev/cycles.jsonl --draft dspark=d', f'{SPEEDS} --speeds speeds.json'],
+    'draft/step_2/config.json': [MEASURE, 'export draft --out new --check'],
+    'draft/step_2/model.safetensors': [MEASURE, 'export draft --out new --check'],
+    'draft/step_2/confidence_calibration.json': [f'{SPEEDS} --speeds speeds.json', f'{MEASURE} --confidence-threshold .1'],
+    'draft/config.json': [f'{TRAIN} --out draft'],
+    'measured/cycles.jsonl': ['calibrate measured/cycles.jsonl --draft dspark=draft', f'{SPEEDS} --speeds speeds.json'],
     'speeds.json': [f'{SPEEDS} --speeds speeds.json'],
-    'p.jsonl': [MEASURE],
-    'x.jsonl': [f'{BUILD} --out new', f'{BUILD} --out cache', 'mask show x.jsonl --target target', 'mask check x.jsonl --target target',
-                'plan --jsonl x.jsonl --target target --layers 1', f'{ANSWER} --out new/r.jsonl', 'prompts --source ./x.jsonl --out new'],
-    'r/r.jsonl': [f'{ANSWER} --out r/r.jsonl'],
-    'r/run.json': [f'{ANSWER} --out r/r.jsonl'],
-    'pr/summary.json': ['prompts --source ./x.jsonl --out pr --skip-existing'],
-    'b.json': ['babilong show b.json', f'{MEMORY} --data_path b.json --output_dir new --max_steps 1'],
-    'b/config.json': ['babilong evaluate b --max-samples 2 --device cpu'],
-    'b/full_checkpoint.pt': ['babilong evaluate b --max-samples 2 --device cpu'],
-    'b/resume.pt': [f'{MEMORY} --data_path generate:qa1 --output_dir b --max_steps 2 --resume'],
+    'asked.jsonl': [MEASURE],
+    'talks.jsonl': [f'{BUILD} --out new', f'{BUILD} --out cache', 'mask show talks.jsonl --target target', 'mask check talks.jsonl --target target',
+                'plan --jsonl talks.jsonl --target target --layers 1', f'{ANSWER} --out new/rows.jsonl', 'prompts --source ./talks.jsonl --out new'],
+    'answers/rows.jsonl': [f'{ANSWER} --out answers/rows.jsonl'],
+    'answers/run.json': [f'{ANSWER} --out answers/rows.jsonl'],
+    'split/summary.json': ['prompts --source ./talks.jsonl --out split --skip-existing'],
+    'stories.json': ['babilong show stories.json', f'{MEMORY} --data_path stories.json --output_dir new --max_steps 1'],
+    'memory/config.json': ['babilong evaluate memory --max-samples 2 --device cpu'],
+    'memory/full_checkpoint.pt': ['babilong evaluate memory --max-samples 2 --device cpu'],
+    'memory/resume.pt': [f'{MEMORY} --data_path generate:qa1 --output_dir memory --max_steps 2 --resume'],
     'target/config.json': [f'{BUILD} --out new', MEASURE, 'plan --target target --layers 1 --tokens-per-sample 9 --num-samples 9'],
-    'target/tokenizer.json': [f'{BUILD} --out new', 'mask check x.jsonl --target target'],
+    'target/tokenizer.json': [f'{BUILD} --out new', 'mask check talks.jsonl --target target'],
     'target/model.safetensors': [f'{BUILD} --out new', f'{TRAIN} --out new'],
 }
 
@@ -80,8 +81,8 @@ def made(tmp_path_factory):
     asked = [f'What is the sum of {i} and 3?' for i in range(8)]
     said = dict(role='assistant', content='The answer is four and the sea is wide. The answer is four.')
     rows = [dict(id=str(i), conversations=[dict(role='user', content=q), said]) for i, q in enumerate(asked)]
-    Path('x.jsonl').write_text('\n'.join(map(json.dumps, rows)) + '\n')
-    Path('p.jsonl').write_text(''.join(json.dumps(dict(id=str(i), turns=[q])) + '\n' for i, q in enumerate(asked[:2])))
+    Path('talks.jsonl').write_text('\n'.join(map(json.dumps, rows)) + '\n')
+    Path('asked.jsonl').write_text(''.join(json.dumps(dict(id=str(i), turns=[q])) + '\n' for i, q in enumerate(asked[:2])))
     for line in MADE: assert run(line)[0] == 0, line
     os.chdir(here)
     return home
@@ -108,7 +109,7 @@ def test_a_damaged_file_is_one_line(made, tmp_path, monkeypatch, name, damage):
 
 def test_what_is_not_needed_is_the_only_thing_that_may_be_damaged(made, tmp_path, monkeypatch):
     "A damaged file that its command needs is never read as if it were sound"
-    needed = [n for n in READERS if not n.startswith('r/') and n != 'x.jsonl']
+    needed = [n for n in READERS if not n.startswith('answers/') and n != 'talks.jsonl']
     for name in needed:
         shutil.copytree(made, tmp_path/name, symlinks=True)
         monkeypatch.chdir(tmp_path/name)
@@ -122,12 +123,17 @@ SENSELESS = [
     ('evaluate', MEASURE, '--seed -1', 'seed=-1 must be at least 0'),
     ('cache build', f'{BUILD} --out new', '--max-batch-tokens 0', 'max_batch_tokens=0 must be at least 1'),
     ('cache build', f'{BUILD} --out new', '--min-loss-tokens -1', 'min_loss_tokens=-1 must be at least 0'),
-    ('regenerate', f'{ANSWER} --out new/r.jsonl', '--window 0', 'window=0 must be at least 1'),
-    ('regenerate', f'{ANSWER} --out new/r.jsonl', '--timeout-s nan', 'timeout_s=nan must be at least'),
-    ('regenerate', ANSWER.replace('transformers', 'llamacpp') + ' --out new/r.jsonl', '--num-servers 0', 'num_servers=0 must be at least 1'),
-    ('calibrate', 'calibrate ev/cycles.jsonl --draft dspark=d', '--share 1', 'share=1.0 must lie between 0 and 1'),
-    ('calibrate', 'calibrate ev/cycles.jsonl --draft dspark=d', '--seed -1', 'seed=-1 must be at least 0'),
+    ('regenerate', f'{ANSWER} --out new/rows.jsonl', '--window 0', 'window=0 must be at least 1'),
+    ('regenerate', f'{ANSWER} --out new/rows.jsonl', '--timeout-s nan', 'timeout_s=nan must be at least'),
+    ('regenerate', ANSWER.replace('transformers', 'llamacpp') + ' --out new/rows.jsonl', '--num-servers 0', 'num_servers=0 must be at least 1'),
+    ('calibrate', 'calibrate measured/cycles.jsonl --draft dspark=draft', '--share 1', 'share=1.0 must lie between 0 and 1'),
+    ('calibrate', 'calibrate measured/cycles.jsonl --draft dspark=draft', '--seed -1', 'seed=-1 must be at least 0'),
     ('schedule', f'{SPEEDS} --speeds speeds.json', '--concurrency 0', 'concurrency=0 must be at least 1'),
+    ('plan', 'plan --jsonl talks.jsonl --target target --layers 1', '--num-samples -1', 'num_samples=-1 must be at least 1'),
+    ('plan', 'plan --jsonl talks.jsonl --target target --layers 1', '--tokens-per-s nan', 'tokens_per_s=nan must be at least'),
+    ('serve', 'serve --target target --engine sglang --dry-run', '--num-servers 0', 'num_servers=0 must be at least 1'),
+    ('serve', 'serve --target target --engine sglang --dry-run', '--tp-size 0', 'tp_size=0 must be at least 1'),
+    ('serve', 'serve --target target --engine sglang --dry-run', '--mem-fraction-static 8', 'mem_fraction_static=8.0 must lie between'),
     ('schedule', f'{SPEEDS} --speeds speeds.json', '--num-steps 0', 'num_steps=0 must be at least 1'),
 ]
 

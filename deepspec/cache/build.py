@@ -198,7 +198,9 @@ def differences(
 )->list: # Text, one a difference
     "Settings that both sides know and do not agree on; where files lie does not matter, their content does"
     places = ('source_jsonl_paths', 'target_model_name_or_path')
-    return [f'{k}: there {saved[k]!r}, now {v!r}' for k,v in wanted.items() if k in saved and saved[k] != v
+    sources = ', '.join(map(str, wanted.get('source_jsonl_paths', ())))
+    name = lambda k: f'{k} of {sources}' if k == 'source_fingerprints' else k
+    return [f'{name(k)}: there {saved[k]!r}, now {v!r}' for k,v in wanted.items() if k in saved and saved[k] != v
             and k not in places]
 
 # %% ../../nbs/22_build_cache.ipynb #c026
@@ -586,6 +588,7 @@ def plan_from_jsonl(
     seed:int=42, # Of the choice of rows
 )->CachePlan: # For `plan_table`
     "What `build_cache` would write for these rows; exact if all of them are tokenised"
+    check_at_least(1, num_rows=num_rows)
     rows,tokenizer,config = JsonLineDataset(_source_paths(jsonl_paths)),load_tokenizer(target),target_config(target)
     layer_ids,total = _choose_layers(target_layer_ids, config.num_hidden_layers),num_rows or len(rows)
     chosen = range(len(rows)) if sample_rows is None or sample_rows >= len(rows) else sorted(
@@ -594,6 +597,8 @@ def plan_from_jsonl(
                                      max_length=max_length)
     lens = [len(r.input_ids) for r in results if not hasattr(r, 'reason')
             and np.count_nonzero(r.loss_mask) >= min_loss_tokens]
+    if not lens: raise ValueError(f"{', '.join(map(str, rows.paths))}: no sample is left of {len(chosen)} rows; "
+                                  "`deepspec mask check` says why")
     return plan_cache(shape_from_config(config, len(layer_ids)), lens,
                       num_samples=round(len(lens)*total/max(len(chosen), 1)),
                       max_shard_bytes=max_shard_bytes, out_dir=out_dir, tokens_per_s=tokens_per_s)

@@ -15,7 +15,7 @@ import numpy as np
 
 # %% ../../nbs/02_cache_size.ipynb #c004
 from .format import CacheShape, INDEX_RECORD_SIZE, token_nbytes
-from ..io import human_nbytes, read_object
+from ..io import check_at_least, human_nbytes, read_object
 
 # %% ../../nbs/02_cache_size.ipynb #c007
 def shape_from_config(
@@ -86,6 +86,8 @@ def plan_cache(
     tokens_per_s:float|None=None, # Measured speed of the capture, all ranks together
 )->CachePlan: # Bytes, shards, hours
     "What a cache of these samples will take; `ValueError` without a single length"
+    check_at_least(1, num_samples=num_samples, max_shard_bytes=max_shard_bytes)
+    check_at_least(.001, tokens_per_s=tokens_per_s)
     seq_lens = np.asarray(seq_lens, np.int64)
     if not len(seq_lens) or seq_lens.min() < 1:
         raise ValueError(f"seq_lens: {len(seq_lens)} lengths, expected at least one and none below 1; "

@@ -53,11 +53,13 @@ def serve(
     "Start and watch servers for the target until Ctrl-C"
     import shlex, time
     from deepspec.data.servers import launch_servers
+    from deepspec.io import check_at_least
     from deepspec.model.target import DEFAULT_TARGET
     from deepspec.pipeline.engines import make_engine
     chosen = make_engine(engine, target, slots=slots, mem_fraction_static=mem_fraction_static, tp_size=tp_size,
                          dp_size=dp_size, cpu=cpu or None, python=engine_python,
                          flags=tuple(shlex.split(engine_flags)) or None)
+    check_at_least(1, num_servers=num_servers)
     if dry_run: return print('\n'.join(server_lines(chosen, target, num_servers, port)))
     model = None if target == DEFAULT_TARGET and chosen.name == 'llamacpp' else target
     with launch_servers(model, chosen, num_servers, port, log_dir, max_restarts=max_restarts) as urls:
@@ -150,7 +152,9 @@ def plan(
     "Bytes, shards and hours of a cache before it is built"
     from deepspec.cache.build import plan_from_jsonl
     from deepspec.cache.size import plan_cache, shape_from_config
+    from deepspec.io import check_at_least
     from deepspec.model.target import default_layer_ids, target_config
+    check_at_least(1, num_samples=num_samples, tokens_per_sample=tokens_per_sample)
     layer_ids = parse_layers(layers)
     if (jsonl is None) == (tokens_per_sample is None):
         raise ValueError("plan: give either --jsonl FILE or --tokens-per-sample N with --num-samples")

@@ -53,6 +53,9 @@ class LlamaCpp:
     python = None
     parser = None # the command line is our own
 
+    def __post_init__(self):
+        check_at_least(1, slots=self.slots, context_tokens=self.context_tokens, threads=self.threads)
+
     def command(self,
         model:str, # GGUF file
         port:int, # Port to listen on
@@ -88,6 +91,11 @@ class SGLang:
     name = 'sglang'
     package = 'sglang'
     parser = _SGLANG_PARSER
+
+    def __post_init__(self):
+        check_at_least(1, tp_size=self.tp_size, dp_size=self.dp_size)
+        if (share := self.mem_fraction_static) is not None and not 0 < share < 1:
+            raise ValueError(f"mem_fraction_static={share} must lie between 0 and 1, or be left out")
 
     def command(self,
         model:str, # Hugging Face id or folder
@@ -139,6 +147,8 @@ class VLLM:
     name = 'vllm'
     package = 'vllm'
     parser = _VLLM_PARSER
+
+    def __post_init__(self): check_at_least(1, tp_size=self.tp_size)
 
     def command(self,
         model:str, # Hugging Face id or folder
@@ -343,6 +353,7 @@ def launch_servers(
 ): # Yields the list of base URLs
     "Start servers, yield their base URLs when all answer, end them with the block or with this process"
     check_at_least(1, num_servers=num_servers)
+    check_at_least(0, max_restarts=max_restarts)
     _check_engine(engine)
     if model is None and engine.name != 'llamacpp':
         raise ValueError(f"engine {engine.name}: name a model; only llamacpp has the embedded one")

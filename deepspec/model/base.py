@@ -104,7 +104,7 @@ def read_weights(
 )->dict: # Name -> tensor
     "The tensors of a file; `ValueError` if it is damaged"
     try: return load_file(path)
-    except SafetensorError as e:
+    except (SafetensorError, OSError) as e:
         raise ValueError(f"{path}: cannot be read ({e}); take another step, or export again") from None
 
 def load_weights(
