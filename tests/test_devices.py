@@ -1,4 +1,4 @@
-"Every command on a device that is not the CPU: nothing stays behind, nothing is mixed"
+"Every command that takes `--device`, on one that is not the CPU: nothing stays behind, nothing is mixed"
 import json
 import subprocess
 import sys

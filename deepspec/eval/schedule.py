@@ -70,7 +70,7 @@ def profile_sizes(
     max_tokens:int, # Tokens of the largest pass
 )->tuple: # Ascending
     "Powers of two below `max_tokens`, and `max_tokens` itself; `ValueError` below 1"
-    if max_tokens < 1: raise ValueError(f"max_tokens={max_tokens} must be at least 1")
+    check_at_least(1, max_tokens=max_tokens)
     return (*(2**i for i in range((max_tokens - 1).bit_length())), max_tokens)
 
 # %% ../../nbs/43_schedule.ipynb #c013

@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 from transformers import PreTrainedTokenizerFast
 
-from ..io import atomic_open, folder_lock, read_object, run_record, write_json
+from ..io import atomic_open, check_at_least, folder_lock, read_object, run_record, write_json
 from .babilong import (BABILongDataset, GeneratedRows, IGNORE, collate_babilong, is_correct,
                                        split_babilong)
 from .memory import MemoryConfig
@@ -681,9 +681,7 @@ def evaluate_checkpoint(
     out:str|None=None,     # JSON file for the result
 )->dict: # The three figures, with the settings they belong to
     "Evaluate the model of a run on any rows at any length; `ValueError` for sizes below 1"
-    for name,v in dict(max_length=max_length, chunk_size=chunk_size, max_samples=max_samples,
-                       batch_size=batch_size).items():
-        if v is not None and v < 1: raise ValueError(f"{name}={v} must be at least 1")
+    check_at_least(1, max_length=max_length, chunk_size=chunk_size, max_samples=max_samples, batch_size=batch_size)
     ranks = Ranks(device=rank_device(device))
     model,tokenizer,config = load_run(run_dir)
     model.to(ranks.device)
